@@ -1,0 +1,8 @@
+"""What holds for every test: one thread per worker, and property tests without a clock."""
+
+import hypothesis
+import torch
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tests")
