@@ -1,0 +1,307 @@
+"""The prefix cache against a list of what was written where."""
+
+from collections.abc import Sequence
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tokenspeed_rl.cache.page_pool import PagePool
+from tokenspeed_rl.cache.prefix_cache import Node, PrefixCache
+
+Content = tuple[int, tuple[int, ...]]
+"""Epoch, and all tokens up to the end of the page: what its keys and values depend on."""
+SIZE = 2
+
+
+class Holder:
+    """A request as the cache sees it: pages it owns, the first `kept` of them known to the cache."""
+
+    def __init__(self, tokens: list[int], pages: list[int], node: Node, epoch: int) -> None:
+        self.tokens = tokens
+        self.pages = pages
+        self.node = node
+        self.kept = len(pages)
+        self.epoch = epoch
+
+
+class CacheAgainstDict(RuleBasedStateMachine):
+    """Requests come, compute pages, share them and go, as the scheduler has them do, beside a dict.
+
+    `findable` has what a match must find: the page of each content. Of what the cache may evict, the model
+    only knows that it is idle; which goes first has tests of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(9)
+        self.cache = PrefixCache(self.pool, SIZE)
+        self.holders: list[Holder] = []
+        self.written: dict[int, Content] = {}
+        self.findable: dict[Content, int] = {}
+        self.epoch = 0
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), data=st.data())
+    def arrive(self, tokens: list[int], data: st.DataObject) -> None:
+        limit = data.draw(st.integers(0, len(tokens)))
+        free = set(range(self.pool.num_pages)) - self._used()
+        pages, node = self.cache.match(tokens, limit)
+        self._check_match(tokens, limit, pages)
+        idle = self._kept() - self._held() - set(pages)
+        fresh = self.cache.allocate(-(-len(tokens) // SIZE) - len(pages))
+        needed = -(-len(tokens) // SIZE) - len(pages)
+        assert (fresh is None) == (needed > len(free) + len(idle))
+        if fresh is None:
+            self.cache.release(pages)
+            return
+        assert set(fresh) <= free | idle and len(set(fresh)) == needed
+        self._evicted(set(fresh) & idle, spared=idle - set(fresh))
+        self.holders.append(Holder(list(tokens), pages + fresh, node, self.epoch))
+
+    def _check_match(self, tokens: Sequence[int], limit: int, pages: list[int]) -> None:
+        expected = []
+        for end in range(SIZE, limit + 1, SIZE):
+            page = self.findable.get((self.epoch, tuple(tokens[:end])))
+            if page is None:
+                break
+            expected.append(page)
+        assert pages == expected
+        for number, page in enumerate(pages):
+            assert self.written[page] == (self.epoch, tuple(tokens[: (number + 1) * SIZE]))
+
+    def _evicted(self, pages: set[int], spared: set[int]) -> None:
+        for content in [c for c, page in self.findable.items() if page in pages]:
+            del self.findable[content]
+        for epoch, tokens in self.findable:  # no prefix lost its beginning
+            if len(tokens) > SIZE:
+                assert (epoch, tokens[:-SIZE]) in self.findable
+        if pages:
+            assert self.pool.num_free == 0, "an idle page went although one was free"
+        assert spared <= self._used()
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def compute(self, data: st.DataObject) -> None:
+        """Fill the next page of a request, and insert it."""
+        holder = data.draw(st.sampled_from(self.holders))
+        number = holder.kept
+        end = (number + 1) * SIZE
+        if end > len(holder.tokens):
+            return
+        own, content = holder.pages[number], (holder.epoch, tuple(holder.tokens[:end]))
+        assert self.pool.holders(own) == 1, "a page that is still being written has one owner"
+        self.written[own] = content
+        reachable = number == 0 or content[1][:-SIZE] in self._reachable(holder)
+        before = self.findable.get(content) if reachable and holder.epoch == self.epoch else None
+        holder.node, page = self.cache.insert(holder.node, content[1][-SIZE:], own)
+        assert self.written[page] == content
+        if before is not None:
+            assert page == before
+            assert before == own or self.pool.holders(own) == 0
+        elif reachable and holder.epoch == self.epoch:
+            assert page == own
+            self.findable[content] = own
+        holder.pages[number] = page
+        holder.kept += 1
+
+    def _reachable(self, holder: Holder) -> set[tuple[int, ...]]:
+        """Contents of the holder's own kept pages that a match still finds."""
+        own = set(holder.pages[: holder.kept])
+        return {tokens for (_, tokens), page in self.findable.items() if page in own}
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        """A second sample takes over what a first has computed."""
+        first = data.draw(st.sampled_from(self.holders))
+        for page in first.pages[: first.kept]:
+            self.pool.share(page)
+        twin = Holder(first.tokens[: first.kept * SIZE], first.pages[: first.kept], first.node, first.epoch)
+        self.holders.append(twin)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        holder = data.draw(st.sampled_from(self.holders))
+        self.holders.remove(holder)
+        self.cache.release(holder.pages)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """What a request with broken numbers wrote is not found again, nor what continues it."""
+        holder = data.draw(st.sampled_from(self.holders))
+        self.cache.forget(holder.pages)
+        gone = {c for c, page in self.findable.items() if page in holder.pages}
+        for epoch, tokens in list(self.findable):
+            if any(epoch == e and tokens[: len(t)] == t for e, t in gone):
+                del self.findable[epoch, tokens]
+
+    @rule()
+    def new_epoch(self) -> None:
+        self.cache.new_epoch()
+        self.findable.clear()
+        self.epoch += 1
+
+    @rule()
+    def flush(self) -> None:
+        self.cache.flush()
+        self.findable.clear()
+        self.epoch += 1
+        assert self.cache.num_cached == self.cache.num_idle == 0
+        assert self._used() == self._held()
+
+    def _used(self) -> set[int]:
+        return {page for page in range(self.pool.num_pages) if self.pool.holders(page)}
+
+    def _held(self) -> set[int]:
+        return {page for holder in self.holders for page in holder.pages}
+
+    def _kept(self) -> set[int]:
+        """Pages that the cache itself owns: one owner more than there are requests holding them."""
+        owners = {page: 0 for page in range(self.pool.num_pages)}
+        for holder in self.holders:
+            for page in holder.pages:
+                owners[page] += 1
+        extra = {page: self.pool.holders(page) - count for page, count in owners.items()}
+        assert set(extra.values()) <= {0, 1}, "a page was lost, or is owned by nobody known"
+        return {page for page, more in extra.items() if more}
+
+    @invariant()
+    def pages_are_accounted_for(self) -> None:
+        kept, held = self._kept(), self._held()
+        assert self.pool.num_free + self.pool.num_used == self.pool.num_pages
+        assert self.pool.num_used == len(kept | held)
+        assert self.cache.num_cached == len(kept)
+        assert self.cache.num_idle == len(kept - held)
+        assert self.cache.num_available == self.pool.num_free + len(kept - held)
+        assert set(self.findable.values()) <= kept
+
+    def teardown(self) -> None:
+        for holder in self.holders:
+            self.cache.release(holder.pages)
+        assert self.cache.allocate(self.pool.num_pages) is not None, "a page leaked"
+
+
+CacheAgainstDict.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+test_cache_against_a_dict = CacheAgainstDict.TestCase
+"""D1, D2: matches are exactly right, in one epoch; pages are never lost, owned twice or evicted in use."""
+
+
+def filled(cache: PrefixCache, *prompts: list[int]) -> list[list[int]]:
+    """Compute and keep each prompt (whole pages) in turn, and let go of it; returns its pages."""
+    tables = []
+    for tokens in prompts:
+        pages, node = cache.match(tokens, len(tokens))
+        for start in range(len(pages) * SIZE, len(tokens), SIZE):
+            fresh = cache.allocate(1)
+            assert fresh is not None
+            node, page = cache.insert(node, tuple(tokens[start : start + SIZE]), fresh[0])
+            pages.append(page)
+        cache.release(pages)
+        tables.append(pages)
+    return tables
+
+
+def found(cache: PrefixCache, tokens: list[int]) -> int:
+    """How many tokens a match finds."""
+    pages, _ = cache.match(tokens, len(tokens))
+    cache.release(pages)
+    return len(pages) * SIZE
+
+
+def test_least_recently_used_prefix_goes_first() -> None:
+    """A prompt that was just asked for again outlives one that wasn't, whatever came first."""
+    cache = PrefixCache(PagePool(6), SIZE)
+    a, b, c = [1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]
+    filled(cache, a, b, c)
+    assert found(cache, a) == 4
+    assert cache.allocate(2) is not None
+    assert [found(cache, tokens) for tokens in (a, b, c)] == [4, 0, 4]
+
+
+def test_the_end_of_a_prefix_goes_before_its_beginning() -> None:
+    """What many prompts share is worth more than what one of them ends in."""
+    cache = PrefixCache(PagePool(4), SIZE)
+    filled(cache, [1, 1, 2, 2, 3, 3, 4, 4])
+    lengths = []
+    for _ in range(4):
+        assert cache.allocate(1) is not None
+        lengths.append(found(cache, [1, 1, 2, 2, 3, 3, 4, 4]))
+    assert lengths == [6, 4, 2, 0]
+
+
+def test_a_shared_beginning_outlives_all_its_ends() -> None:
+    """Neither the order of arrivals nor of departures makes a beginning go before what continues it."""
+    cache = PrefixCache(PagePool(4), SIZE)
+    ends = [[1, 1, 2, 2], [1, 1, 3, 3], [1, 1, 4, 4]]
+    filled(cache, *ends)
+    pages, _ = cache.match(ends[0], SIZE)  # the beginning alone is used, and let go of, last
+    cache.release(pages)
+    for left in (2, 1, 0):
+        assert cache.allocate(1) is not None
+        assert sum(found(cache, tokens) == 4 for tokens in ends) == left
+        assert found(cache, [1, 1]) == 2
+
+
+def test_pages_in_use_are_never_evicted() -> None:
+    """A cache full of pages that requests hold gives nothing away, and changes nothing when asked."""
+    cache = PrefixCache(PagePool(3), SIZE)
+    filled(cache, [1, 1, 2, 2])
+    pages, _ = cache.match([1, 1], 2)
+    assert cache.num_available == 2
+    assert cache.allocate(3) is None
+    assert (cache.num_available, cache.num_idle, found(cache, [1, 1, 2, 2])) == (2, 1, 4)
+    assert not set(pages) & set(cache.allocate(2) or [])
+
+
+def test_a_second_page_of_the_same_content_is_given_up() -> None:
+    """Two requests that computed the same page at once end up with one, and the other is free again."""
+    cache = PrefixCache(PagePool(4), SIZE)
+    first, second = cache.allocate(1) or [], cache.allocate(1) or []
+    assert cache.insert(cache.root, (1, 1), first[0])[1] == first[0]
+    node, page = cache.insert(cache.root, (1, 1), second[0])
+    assert (page, cache.pool.holders(page), cache.pool.holders(second[0])) == (first[0], 3, 0)
+    assert cache.insert(cache.root, (1, 1), page) == (node, page), "inserting it again changes nothing"
+    assert cache.pool.holders(page) == 3
+
+
+def test_equal_pages_behind_different_beginnings_are_different() -> None:
+    """Keys and values depend on all that stands before: the same tokens elsewhere are no match."""
+    cache = PrefixCache(PagePool(4), SIZE)
+    filled(cache, [1, 1, 7, 7], [2, 2])
+    assert found(cache, [2, 2, 7, 7]) == 2
+    assert found(cache, [7, 7]) == 0
+
+
+def test_forgetting_takes_all_that_follows() -> None:
+    """F7: what continues a forgotten page is not found either, and idle pages are free at once."""
+    cache = PrefixCache(PagePool(5), SIZE)
+    table = filled(cache, [1, 1, 2, 2, 3, 3], [1, 1, 4, 4])[0]
+    cache.forget([table[1]])
+    assert found(cache, [1, 1, 2, 2, 3, 3]) == 2 and found(cache, [1, 1, 4, 4]) == 4
+    assert cache.pool.num_free == 3
+    cache.forget([table[0], table[0]])
+    assert cache.pool.num_free == 5
+
+
+def test_a_new_epoch_finds_nothing_old_and_loses_no_page() -> None:
+    """D2: old pages stay until room is needed; what an old request goes on computing is not found either."""
+    cache = PrefixCache(PagePool(4), SIZE)
+    filled(cache, [1, 1, 2, 2])
+    pages, node = cache.match([1, 1], 2)
+    cache.new_epoch()
+    assert found(cache, [1, 1, 2, 2]) == 0
+    fresh = cache.allocate(1) or []
+    _, late = cache.insert(node, (3, 3), fresh[0])
+    assert found(cache, [1, 1, 3, 3]) == 0
+    cache.release([*pages, late])
+    assert len(cache.allocate(4) or []) == 4
+
+
+def test_switched_off_it_only_counts() -> None:
+    """`enable_prefix_caching=False`: nothing is kept, nothing found, pages are free when let go of."""
+    cache = PrefixCache(PagePool(2), SIZE, enabled=False)
+    table = filled(cache, [1, 1, 2, 2])[0]
+    assert table == [0, 1]
+    assert (found(cache, [1, 1, 2, 2]), cache.num_cached, cache.pool.num_free) == (0, 0, 2)

@@ -1,0 +1,295 @@
+"""The scheduler under random requests and disturbances, and its promises one by one."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenspeed_rl.core.request import Request, Status
+
+BROKEN = 99
+"""A prompt with this token has logits that are not finite."""
+beginnings = st.sampled_from([(), (1, 2, 3, 4), (1, 2, 3, 4, 5, 6, 7), (1, 2, 9, 9)])
+prompts = st.builds(
+    lambda start, rest: (*start, *rest), beginnings, st.lists(st.integers(1, 3), min_size=1, max_size=6)
+)
+added = st.fixed_dictionaries(
+    {
+        "prompt": prompts,
+        "n": st.sampled_from([1, 1, 2, 4]),
+        "max_new": st.integers(0, 9),
+        "priority": st.sampled_from([0, 0, 0, 1, 2]),
+        "prompt_start": st.sampled_from([-1, -1, 0, 1, 5]),
+        "broken": st.sampled_from([False] * 7 + [True]),
+    }
+)
+disturbances = st.one_of(
+    added.map(lambda fields: ("add", fields)),
+    st.tuples(st.sampled_from(["abort", "abort_in_step", "retract"]), st.integers(0, 40)),
+    st.tuples(st.sampled_from(["step", "step", "step", "retract_all", "change_weights"]), st.just(0)),
+)
+shapes = st.fixed_dictionaries(
+    {
+        "page_size": st.sampled_from([1, 2, 3, 4]),
+        "pages": st.sampled_from([0, 1, 3, 8, 30]),
+        "max_running": st.sampled_from([1, 2, 5, 16]),
+        "budget": st.sampled_from([1, 2, 5, 64]),
+        "caching": st.sampled_from([True, True, False]),
+    }
+)
+
+
+def add(sim: Any, prompt: tuple[int, ...], prompt_start: int, broken: bool, **fields: int) -> None:
+    tokens = (*prompt, BROKEN) if broken else prompt
+    sim.add(tokens, prompt_start=min(prompt_start, len(tokens) - 1), **fields)
+
+
+def disturb(sim: Any, name: str, argument: Any) -> None:
+    live: list[Request] = sim.live
+    if name == "add":
+        add(sim, **argument)
+    elif name == "abort" and live:
+        sim.abort(live[argument % len(live)])
+    elif name == "abort_in_step":
+        sim.step(abort=lambda live: live[argument % 7 :: 7])
+    elif name == "retract" and (running := sim.scheduler.running):
+        sim.retract(running[argument % len(running)])
+    elif name == "retract_all":
+        sim.scheduler.retract_all()
+    elif name == "change_weights":
+        sim.change_weights()
+    elif name == "step":
+        sim.step()
+    sim.check_pages()
+
+
+@settings(max_examples=150)
+@given(shape=shapes, events=st.lists(disturbances, min_size=5, max_size=40))
+def test_any_course_of_events(
+    simulation: Callable[..., Any], shape: dict[str, Any], events: list[tuple[str, Any]]
+) -> None:
+    """C2, C3, C9, D1, F7, F9: whatever comes, goes and is retracted, every token is drawn from its own full
+    context under the present weights, every request ends with the tokens it would have got alone, and every
+    page returns."""
+    # Just enough pages for the longest request, and a few more: most courses retract.
+    longest = 13 + 1 + 9
+    pages = -(-longest // shape["page_size"]) + shape["pages"]
+    sim = simulation(**{**shape, "pages": pages}, stops=True)
+    for name, argument in events:
+        disturb(sim, name, argument)
+    sim.drain()
+
+
+def finish_order(sim: Any) -> list[int]:
+    """Arrival numbers in the order in which requests end."""
+    order: list[int] = []
+    while sim.scheduler.has_work:
+        before = sim.live
+        sim.step()
+        order += [request.arrival for request in before if request.finished]
+    return order
+
+
+def test_higher_priority_first_and_ties_in_order_of_arrival(simulation: Callable[..., Any]) -> None:
+    """The queue is FIFO within a priority, for retracted requests too."""
+    sim = simulation(pages=40, max_running=1)
+    for number, priority in enumerate([0, 2, 1, 2, 0]):
+        sim.add([1, 2, number + 3], max_new=1, priority=priority)
+    assert finish_order(sim) == [1, 3, 2, 0, 4]
+
+    for number in range(3):
+        sim.add([1, 2, number + 3], max_new=2)
+    sim.step()
+    sim.scheduler.retract_all()
+    assert finish_order(sim) == [5, 6, 7]
+
+
+def test_priority_never_preempts(simulation: Callable[..., Any]) -> None:
+    """A running request keeps its place, whoever comes."""
+    sim = simulation(pages=40, max_running=1)
+    [low] = sim.add([1, 2, 4], max_new=5)
+    sim.step()
+    sim.add([1, 2, 5], priority=9)
+    assert sim.scheduler.running == [low]
+    while not low.finished:
+        sim.step()
+        assert low.finished or sim.scheduler.running == [low]
+    sim.drain()
+
+
+def test_the_youngest_is_retracted_and_nothing_sampled_is_lost(simulation: Callable[..., Any]) -> None:
+    """C3, C10: without pages for all, the older goes on, and the younger later goes on from its tokens."""
+    sim = simulation(pages=8, page_size=2, caching=False)
+    old, young = (sim.add([1, 2, number], max_new=9)[0] for number in (8, 9))
+    kept: list[int] = []
+    while not sim.retracted:
+        kept = young.output_ids
+        sim.step()
+    assert sim.retracted == [young] and sim.scheduler.num_retractions == 1
+    assert (young.status, young.pages, young.computed) == (Status.WAITING, [], 0)
+    assert young.output_ids == kept != []
+    sim.drain()
+    assert young.output_ids[: len(kept)] == kept and old not in sim.retracted
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [7, 8])
+@pytest.mark.parametrize("n", [8, 1])
+def test_equal_prompts_in_flight_are_computed_once(
+    simulation: Callable[..., Any], n: int, length: int, caching: bool
+) -> None:
+    """F4: `n` samples of a prompt, and equal prompts sent one by one, also while the first is being computed,
+    cost one prefill."""
+    sim = simulation(pages=60, page_size=4, budget=3, caching=caching)
+    samples = sim.add(range(1, length + 1), n=n, max_new=6)
+    if n == 1:
+        for _ in range(7):
+            samples += sim.add(range(1, length + 1), n=1, max_new=6)
+            if len(samples) == 4:
+                sim.step()
+    first = sim.step()
+    while not first.forks:
+        first = sim.step()
+    assert list(first.forks) == samples[1:] and len(first.copies) == (7 if length % 4 else 0)
+    shared = {tuple(sample.pages[: length // 4]) for sample in sim.scheduler.running}
+    assert len(shared) == 1, "full pages of the prompt are the same for all"
+    sim.drain()
+    assert sim.prefilled == length
+    assert [sample.cached_tokens for sample in samples] == [0] + 7 * [length]
+
+
+def test_a_prompt_seen_before_is_not_computed_again(simulation: Callable[..., Any]) -> None:
+    """Full pages of a finished prompt and its output are reused; one token at least is always computed."""
+    sim = simulation(pages=40, page_size=2, budget=64)
+    [first] = sim.add([1, 2, 3, 4], max_new=6)
+    sim.drain()
+    [again], [longer] = sim.add([1, 2, 3, 4]), sim.add([*first.tokens[:7], 11, 11])
+    sim.drain()
+    assert (first.cached_tokens, again.cached_tokens, longer.cached_tokens) == (0, 2, 6)
+
+
+def test_prompt_logprobs_are_computed_from_where_they_are_asked(simulation: Callable[..., Any]) -> None:
+    """F9: tokens whose logits are wanted don't come out of the cache, those before them do; nobody who wants
+    them is served by a twin that doesn't."""
+    sim = simulation(pages=40, page_size=2)
+    prompt = [1, 2, 3, 4, 5, 6, 7]
+    sim.add(prompt)
+    sim.drain()
+    whole, late, none = (sim.add(prompt, prompt_start=start)[0] for start in (0, 5, -1))
+    sim.drain()
+    assert (whole.cached_tokens, late.cached_tokens, none.cached_tokens) == (0, 4, 6)
+
+
+def test_a_sample_that_finds_no_page_waits_and_ends_right(simulation: Callable[..., Any]) -> None:
+    """F4, C3: with room for one sample, the others go back to the queue in their order and miss nothing."""
+    sim = simulation(pages=2, page_size=4)
+    samples = sim.add([1, 2, 3, 4, 5], n=3, max_new=3)
+    plan = sim.step()
+    assert plan.forks == {} and [s.status for s in samples[1:]] == [Status.WAITING, Status.WAITING]
+    assert finish_order(sim) == [0, 1, 2]
+    assert sim.prefilled == 5 + 1 + 1, "the full page was kept for them"
+
+
+@pytest.mark.parametrize("disturbance", ["abort", "retract"])
+def test_a_leader_lost_in_mid_prompt_is_replaced(simulation: Callable[..., Any], disturbance: str) -> None:
+    """C2, C9: those who waited for its prompt go on from what it had computed."""
+    sim = simulation(pages=20, page_size=2, budget=3)
+    leader, *others = sim.add(range(1, 10), n=4)
+    sim.step()
+    assert [request.leader for request in others] == [leader] * 3 and leader.computed == 3
+    getattr(sim, disturbance)(leader)
+    assert [request.status for request in others] == [Status.WAITING] * 3
+    sim.step()
+    assert others[1].leader is (others[0] if disturbance == "abort" else leader)
+    sim.drain()
+    assert sim.prefilled == 9 + 1, "one token lay on a page that wasn't full"
+
+
+def test_an_aborted_follower_leaves_the_others(simulation: Callable[..., Any]) -> None:
+    """C2: a sample that is aborted while another computes its prompt is simply gone."""
+    sim = simulation(pages=20, budget=3)
+    leader, follower, other = sim.add(range(1, 10), n=3)
+    sim.step()
+    sim.abort(follower)
+    assert leader.followers == [other]
+    sim.drain()
+    assert follower.output_ids == []
+
+
+def test_broken_numbers_end_one_request_and_are_not_cached(simulation: Callable[..., Any]) -> None:
+    """F7: the request ends in `abort`, its neighbours go on, and its prompt is computed anew next time."""
+    sim = simulation(pages=40)
+    broken, fine = sim.add([1, 2, 3, BROKEN], n=2), sim.add([1, 2, 3, 4, 5])
+    sim.step()
+    sim.drain()
+    assert [request.finish_reason["type"] for request in broken] == ["abort", "abort"]
+    assert fine[0].output_len > 0
+    [again] = sim.add([1, 2, 3, BROKEN])
+    sim.drain()
+    assert again.cached_tokens == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_three_times_the_capacity_drains(simulation: Callable[..., Any], page_size: int) -> None:
+    """C3: a tiny cache serves a long queue, retracting as it goes, in no more steps than there are tokens."""
+    sim = simulation(pages=36 // page_size, page_size=page_size, max_running=16, budget=5)
+    requests = [r for k in range(6) for r in sim.add([1, 2, 3 + k, 4], n=2, max_new=14, priority=k % 2)]
+    tokens = sum(request.prompt_len + request.max_new_tokens for request in requests)
+    assert tokens >= 3 * sim.capacity
+    sim.step()
+    sim.change_weights()
+    sim.drain(max_steps=tokens)
+    assert sim.retracted
+
+
+def test_prompts_are_cut_to_the_budget(simulation: Callable[..., Any]) -> None:
+    """A step computes at most the budget of prompt tokens, of those begun first, and decodes whatever can."""
+    sim = simulation(pages=60, budget=4)
+    [running] = sim.add([1, 2, 3], max_new=9)
+    sim.step()
+    long, short = sim.add([7, 2, 3, 4, 5, 6], max_new=2)[0], sim.add([5, 5, 5], max_new=2)[0]
+    seen = []
+    for _ in range(3):
+        plan = sim.step()
+        assert plan.decodes[0] is running
+        seen.append([(chunk.request, chunk.start, chunk.count) for chunk in plan.chunks])
+    assert seen == [[(long, 0, 4)], [(long, 4, 2), (short, 0, 2)], [(short, 2, 1)]]
+
+
+class Arrival(int):
+    """An arrival number whose comparisons are calls that a profiler sees."""
+
+    def __lt__(self, other: int) -> bool:
+        return int(self) < int(other)
+
+
+def schedule_calls(simulation: Callable[..., Any], queued: int) -> int:
+    """Calls made by ten `schedule()`s with `queued` requests, comparisons of arrivals included."""
+    sim = simulation(pages=80, budget=64, arrival=Arrival)
+    for number in range(queued):
+        sim.add([1, 2, number], max_new=2)
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    for _ in range(10):
+        sys.setprofile(count)
+        plan = sim.scheduler.schedule()
+        sys.setprofile(None)
+        sim.scheduler.advance(plan)
+        for request in [*plan.decodes, *(chunk.request for chunk in plan.chunks)]:
+            request.record(1, "")
+            if request.output_len == 2:
+                sim.scheduler.remove(request)
+    return calls
+
+
+def test_a_long_queue_costs_a_step_next_to_nothing(simulation: Callable[..., Any]) -> None:
+    """100,000 waiting requests don't slow down those that run: a step's work grows by a logarithm at most."""
+    short, long = (schedule_calls(simulation, queued) for queued in (100, 100_000))
+    assert short > 500 and long < 2 * short

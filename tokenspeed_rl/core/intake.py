@@ -1,0 +1,150 @@
+"""From what a caller asks for to the samples that the loop runs: everything is checked here, before anything
+is queued."""
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed_rl.core.request import Request, Wants
+from tokenspeed_rl.core.seeds import draw_seed
+from tokenspeed_rl.errors import RequestError, UnavailableError
+from tokenspeed_rl.requests import GenerateReqInput
+from tokenspeed_rl.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class Intake:
+    """What a request is held against. Used from any thread; running numbers are handed out atomically."""
+
+    vocab_size: int
+    context: int
+    """Most tokens of prompt and output together."""
+    eos_ids: tuple[int, ...]
+    tokenizer: Any
+    seed: int
+    _numbers: "itertools.count[int]"
+    _arrivals: "itertools.count[int]"
+
+    @classmethod
+    def create(
+        cls, *, vocab_size: int, context: int, eos_ids: Sequence[int], tokenizer: Any, seed: int
+    ) -> "Intake":
+        return cls(vocab_size, context, tuple(eos_ids), tokenizer, seed, itertools.count(), itertools.count())
+
+    def prepare(
+        self, obj: GenerateReqInput, *, capacity: int, publish: Callable[[Request], None]
+    ) -> list[Request]:
+        """All samples of `obj`, prompt-major, samples of a prompt adjacent.
+
+        Args:
+            obj: as the caller gave it.
+            capacity: tokens the KV cache holds.
+            publish: whom to tell of progress.
+
+        Raises:
+            RequestError, UnavailableError: nothing of it was queued.
+        """
+        _refuse_unavailable(obj)
+        prompts = obj.split(vocab_size=self.vocab_size, has_tokenizer=self.tokenizer is not None)
+        return [
+            request
+            for prompt_index, prompt in enumerate(prompts)
+            for request in self._samples(prompt, prompt_index, capacity, publish)
+        ]
+
+    def _samples(
+        self, obj: GenerateReqInput, prompt_index: int, capacity: int, publish: Callable[[Request], None]
+    ) -> list[Request]:
+        params = obj.sampling_params
+        assert isinstance(params, SamplingParams) and isinstance(obj.rid, str)
+        tokens = self._tokens(obj)
+        max_new = self._room(len(tokens), params, capacity)
+        if obj.logprob_start_len >= len(tokens):
+            raise RequestError(
+                f"logprob_start_len must lie within the prompt of {len(tokens)} tokens",
+                got=obj.logprob_start_len,
+                fix="Pass 0 for the logprobs of the whole prompt.",
+            )
+        stop_ids = frozenset((*(() if params.ignore_eos else self.eos_ids), *(params.stop_token_ids or ())))
+        number, created = next(self._numbers), time.monotonic()
+        return [
+            Request(
+                rid=obj.rid,
+                index=index,
+                prompt_index=prompt_index,
+                prompt_len=len(tokens),
+                tokens=list(tokens),
+                params=params,
+                wants=_wants(obj),
+                priority=obj.priority,
+                arrival=next(self._arrivals),
+                draw_seed=draw_seed(params.seed, index, engine_seed=self.seed, number=number),
+                max_new_tokens=max_new,
+                stop_ids=stop_ids,
+                banned_ids=tuple(sorted(stop_ids)),
+                created=created,
+                publish=publish,
+            )
+            for index in range(params.n)
+        ]
+
+    def _tokens(self, obj: GenerateReqInput) -> list[int]:
+        if obj.input_ids is not None:
+            return list(obj.input_ids)  # type: ignore[arg-type]  # split() made it a flat sequence of ids
+        tokens = list(self.tokenizer(obj.text)["input_ids"])
+        if not tokens:
+            raise RequestError(
+                "the prompt has no tokens", got=obj.text, fix="Pass at least one token to go on from."
+            )
+        if (bad := max(tokens)) >= self.vocab_size:
+            raise RequestError(
+                f"the tokenizer gave an id outside the model's vocabulary of {self.vocab_size}",
+                got=bad,
+                fix="Pass the tokenizer that belongs to the model, or input_ids.",
+            )
+        return tokens
+
+    def _room(self, prompt_len: int, params: SamplingParams, capacity: int) -> int:
+        """How many tokens may be generated."""
+        scoring = params.max_new_tokens == 0
+        if prompt_len > self.context or (prompt_len == self.context and not scoring):
+            raise RequestError(
+                f"a prompt of {prompt_len} tokens leaves no room in the context of {self.context}",
+                fix="Shorten the prompt, or raise max_model_len if the model allows it.",
+            )
+        wanted = params.max_new_tokens
+        if prompt_len + (wanted or 0) > capacity and (wanted is not None or prompt_len >= capacity):
+            raise RequestError(
+                f"a prompt of {prompt_len} tokens plus max_new_tokens exceeds the KV capacity of {capacity}",
+                got=wanted,
+                fix="Lower max_new_tokens, shorten the prompt, or raise max_total_tokens.",
+            )
+        room = min(self.context, capacity) - prompt_len
+        return room if wanted is None else min(wanted, self.context - prompt_len)
+
+
+def _wants(obj: GenerateReqInput) -> Wants:
+    return Wants(
+        logprob=obj.return_logprob,
+        kinds=tuple(obj.logprob_kinds),
+        prompt_start=obj.logprob_start_len if obj.return_logprob else -1,
+        top=obj.top_logprobs_num,
+        token_ids=tuple(obj.token_ids_logprob or ()),
+        text=obj.return_text_in_logprobs,
+        sampling_mask=obj.return_sampling_mask,
+        hidden_states=obj.return_hidden_states,
+    )
+
+
+def _refuse_unavailable(obj: GenerateReqInput) -> None:
+    for name, asked in (
+        ("session_params", obj.session_params is not None),
+        ("return_routed_experts", obj.return_routed_experts),
+        ("lora", obj.lora is not None),
+    ):
+        if asked:
+            raise UnavailableError(
+                f"{name} is not available in this version", got=getattr(obj, name), fix="Leave it out."
+            )

@@ -1,0 +1,161 @@
+"""Runs one plan: tensors in, a forward over the paged cache, draws out. Decides nothing about scheduling."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenspeed_rl_kernels.sample import block_logsumexp, scale_logits, token_logprob
+from torch import Tensor
+
+from tokenspeed_rl.cache.kv_cache import KVCache
+from tokenspeed_rl.core.batch import Chunk, StepPlan
+from tokenspeed_rl.core.request import Request
+from tokenspeed_rl.core.sampler import Sample, sample
+from tokenspeed_rl.layers.forward_batch import ForwardBatch
+from tokenspeed_rl.models import Decoder
+
+PROMPT_LOGPROB_ROWS = 256
+"""Prompt positions whose logits exist at once: [rows, vocab] float32 is the largest tensor of a step."""
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What a step brought: draws per request, and logprobs of the prompt tokens it passed."""
+
+    draws: list[tuple[Request, Sample]]
+    prompt_logprobs: list[tuple[Request, list[float]]]
+    hidden_states: dict[Request, list[float]]
+
+
+class ModelRunner:
+    """The decoder, its cache and the sampler on one device. Used by the loop's thread under
+    `torch.no_grad`."""
+
+    def __init__(self, decoder: Decoder, kv: KVCache, device: torch.device) -> None:
+        self.decoder = decoder
+        self.kv = kv
+        self.device = device
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """Compute the plan's tokens and draw for every request that is due one."""
+        hidden = self.decoder.forward(self._batch(plan), self.kv)
+        self.kv.copy_pages(plan.copies)
+        prompt_logprobs = self._prompt_logprobs(plan, hidden)
+        rows, requests = self._due(plan)
+        if not rows:
+            return StepOutcome([], prompt_logprobs, {})
+        ends = hidden[torch.tensor(list(dict.fromkeys(rows)), device=self.device)]
+        logits = self.decoder.logits(ends)
+        place = {row: number for number, row in enumerate(dict.fromkeys(rows))}
+        if len(place) < len(rows):  # forks draw from their leader's row
+            logits = logits[torch.tensor([place[row] for row in rows], device=self.device)]
+        draws = list(zip(requests, sample(logits, requests), strict=True))
+        states = {
+            request: ends[place[row]].float().tolist()
+            for row, request in zip(rows, requests, strict=True)
+            if request.wants.hidden_states
+        }
+        return StepOutcome(draws, prompt_logprobs, states)
+
+    def _due(self, plan: StepPlan) -> tuple[list[int], list[Request]]:
+        """Which requests draw after this step, each with its row of the hidden states."""
+        rows, requests = list(range(len(plan.decodes))), list(plan.decodes)
+        end = len(plan.decodes)
+        for chunk in plan.chunks:
+            end += chunk.count
+            if not chunk.completes:
+                continue
+            forks = [fork for fork, leader in plan.forks.items() if leader is chunk.request]
+            due = [r for r in (chunk.request, *forks) if r.max_new_tokens > 0]
+            rows += [end - 1] * len(due)
+            requests += due
+        return rows, requests
+
+    def _batch(self, plan: StepPlan) -> ForwardBatch:
+        size = self.kv.page_size
+        spans = [Chunk(r, r.computed, 1) for r in plan.decodes] + plan.chunks
+        tokens = np.concatenate([_array(c.request.tokens[c.start : c.start + c.count]) for c in spans])
+        positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in spans])
+        slots = np.concatenate(
+            [
+                _array(c.request.pages)[(at := np.arange(c.start, c.start + c.count)) // size] * size
+                + at % size
+                for c in spans
+            ]
+        )
+        chunks = plan.chunks
+        return ForwardBatch(
+            token_ids=self._put(tokens),
+            positions=self._put(positions),
+            slots=self._put(slots),
+            num_decode=len(plan.decodes),
+            decode_pages=self._table(plan.decodes, [r.computed + 1 for r in plan.decodes]),
+            decode_lens=self._ints(r.computed + 1 for r in plan.decodes),
+            shared=self._shared_prefixes(plan.decodes),
+            prefill_pages=self._table([c.request for c in chunks], [c.start + c.count for c in chunks]),
+            prefill_starts=self._ints(np.cumsum([0, *(c.count for c in chunks)]).tolist()),
+            prefill_lens=self._ints(c.start + c.count for c in chunks),
+        )
+
+    def _shared_prefixes(self, decodes: Sequence[Request]) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Groups of rows whose prompts' full pages are the very same pages."""
+        size = self.kv.page_size
+        full = [request.prompt_len // size for request in decodes]
+        keys = [r.pages[n - 1] if n else None for r, n in zip(decodes, full, strict=True)]
+        groups = [key for key, members in Counter(keys).items() if key is not None and members > 1]
+        if not groups:
+            return None
+        number: dict[int | None, int] = {key: i for i, key in enumerate(groups)}
+        owner = {key: (request, n) for key, request, n in zip(keys, decodes, full, strict=True)}
+        members = [owner[key] for key in groups]
+        return (
+            self._table([request for request, _ in members], [n * size for _, n in members]),
+            self._ints(n * size for _, n in members),
+            self._ints(number.get(key, -1) for key in keys),
+        )
+
+    def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> list[tuple[Request, list[float]]]:
+        found = []
+        offset = len(plan.decodes)
+        for chunk in plan.chunks:
+            request, begin = chunk.request, max(chunk.start, chunk.request.wants.prompt_start)
+            end = min(chunk.start + chunk.count, request.prompt_len - 1)
+            if request.wants_prompt_logprobs and begin < end:
+                rows = hidden[offset + begin - chunk.start : offset + end - chunk.start]
+                targets = request.tokens[begin + 1 : end + 1]
+                found.append((request, self._logprobs_of(rows, targets, request.params.temperature)))
+            offset += chunk.count
+        return found
+
+    def _logprobs_of(self, hidden: Tensor, targets: list[int], temperature: float) -> list[float]:
+        """Logprobs of `targets` at the rows of `hidden`, at the request's temperature (raw at 0)."""
+        result: list[float] = []
+        for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
+            part = hidden[start : start + PROMPT_LOGPROB_ROWS]
+            ids = torch.tensor(targets[start : start + PROMPT_LOGPROB_ROWS], device=self.device)
+            heat = torch.full((len(ids),), temperature, device=self.device)
+            logits = scale_logits(self.decoder.logits(part), heat)
+            result += token_logprob(logits, ids, block_logsumexp(logits)).tolist()
+        return result
+
+    def _table(self, requests: Sequence[Request], lengths: Sequence[int]) -> Tensor:
+        """Pages [len(requests), n] int32 that hold the first `lengths` tokens of each request, 0 behind
+        them."""
+        counts = [-(-length // self.kv.page_size) for length in lengths]
+        table = np.zeros((len(requests), max(counts, default=0)), dtype=np.int32)
+        for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            table[row, :count] = request.pages[:count]
+        return self._put(table)
+
+    def _ints(self, values: Iterable[int]) -> Tensor:
+        return self._put(np.fromiter(values, dtype=np.int32))
+
+    def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _array(values: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.asarray(values, dtype=np.int64)

@@ -1,0 +1,26 @@
+"""Keys of random draws, as plain integers: no generator is kept and none of the process's is touched."""
+
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+EXPLICIT, RUNNING = 0x5EED, 0xE16E
+"""Domains: a request's own seed never meets a running number."""
+
+
+def mix(x: int) -> int:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection of 64-bit integers that scatters
+    them."""
+    x = (x + GOLDEN) & MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+    return x ^ (x >> 31)
+
+
+def draw_seed(seed: int | None, index: int, *, engine_seed: int, number: int) -> int:
+    """The signed 64-bit key of sample `index`: from the request's seed alone, or from (engine seed, running
+    number)."""
+    if seed is None:
+        key = mix(mix(mix(RUNNING) ^ (engine_seed & MASK)) ^ number)
+    else:
+        key = mix(mix(EXPLICIT) ^ (seed & MASK))
+    key = mix(key ^ index)
+    return key - (1 << 64) if key >> 63 else key
