@@ -1,0 +1,34 @@
+"""The engine's weights: where they lie, how they get there, which version they are, whose memory it is."""
+
+from tokenspeed_rl.weights.checkpoint import load_checkpoint, randomise
+from tokenspeed_rl.weights.digest import checksum
+from tokenspeed_rl.weights.mapping import Part, Slot
+from tokenspeed_rl.weights.model_files import (
+    eos_token_ids,
+    find_model,
+    load_tokenizer,
+    read_config,
+    resolve_dtype,
+)
+from tokenspeed_rl.weights.receipt import Receipt
+from tokenspeed_rl.weights.sharing import SharedWeights, share
+from tokenspeed_rl.weights.store import WeightStore
+from tokenspeed_rl.weights.watch import watch
+
+__all__ = [
+    "Part",
+    "Receipt",
+    "SharedWeights",
+    "Slot",
+    "WeightStore",
+    "checksum",
+    "eos_token_ids",
+    "find_model",
+    "load_checkpoint",
+    "load_tokenizer",
+    "randomise",
+    "read_config",
+    "resolve_dtype",
+    "share",
+    "watch",
+]

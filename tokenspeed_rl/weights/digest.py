@@ -1,0 +1,49 @@
+"""One number for a set of weights, the same on the engine's and on the trainer's side."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from tokenspeed_rl.weights.mapping import canonical, is_embedding, is_head
+
+
+def checksum(
+    named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> str:
+    """Digest of names, shapes, dtypes and exact bytes; equal sets have equal digests in any order.
+
+    Wrappers' prefixes don't count, and an ``lm_head.weight`` equal to the embedding counts as tied to it:
+    once.
+
+    Args:
+        named_tensors: Hugging Face names with tensors of any shape, strides and device. An iterable is read
+            once, one tensor at a time; none is kept.
+        dtype: floating tensors are cast to it first, as an engine of that dtype holds them. None: as they
+            are.
+
+    Returns:
+        32 hexadecimal digits.
+    """
+    pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    entries = {(canonical(name), _digest(tensor, dtype)) for name, tensor in pairs}
+    embeddings = {digest for name, digest in entries if is_embedding(name)}
+    counted = sorted(entry for entry in entries if not (is_head(entry[0]) and entry[1] in embeddings))
+    whole = hashlib.blake2b(digest_size=16)
+    for name, digest in counted:
+        whole.update(f"{name}\0{digest}\n".encode())
+    return whole.hexdigest()
+
+
+def _digest(tensor: Tensor, dtype: torch.dtype | None) -> str:
+    held = tensor.detach()
+    if dtype is not None and held.is_floating_point():
+        held = held.to(dtype)
+    header = f"{held.dtype} {list(held.shape)}"
+    raw = held.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    digest = hashlib.blake2b(header.encode(), digest_size=16)
+    digest.update(raw.data)
+    return digest.hexdigest()

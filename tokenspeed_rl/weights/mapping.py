@@ -1,0 +1,194 @@
+"""Slots: where the engine keeps a weight, and which names lead there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+
+from tokenspeed_rl.errors import WeightUpdateError
+
+FUSED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
+"""Projections that share a slot, and the name under which other engines write them stacked."""
+
+_WRAPPERS = frozenset({"module", "_orig_mod"})  # data parallel and compile wrappers, at any depth
+_ADAPTER_PREFIX = ("base_model", "model")
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+_DERIVED = "rotary_emb.inv_freq"  # older checkpoints carry it; it follows from the config
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One Hugging Face parameter inside a slot: its name and shape."""
+
+    hf_name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One weight as the kernels read it: its parts (q, k, v; gate, up; or one) stacked along dim 0."""
+
+    name: str
+    parts: tuple[Part, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the fused tensor."""
+        if len(self.parts) == 1:
+            return self.parts[0].shape
+        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+
+    @property
+    def fused_name(self) -> str | None:
+        """Hugging Face style name of the stacked parts (``...qkv_proj.weight``), None for a single part."""
+        projections = tuple(part.hf_name.rpartition(".")[0].rpartition(".")[2] for part in self.parts)
+        fused = FUSED.get(projections)
+        return self.parts[0].hf_name.replace(projections[0], fused) if fused else None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a named tensor goes: parts ``[start, stop)`` of a slot, stacked in the tensor's rows."""
+
+    slot: Slot
+    start: int
+    stop: int
+    again: bool = False
+    """The parts were written under their tied name already: the tensor must hold the same values."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.slot.parts[self.start : self.stop]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return Slot(self.slot.name, self.parts).shape
+
+
+def canonical(name: str) -> str:
+    """`name` without what wrappers add: ``module.``, ``_orig_mod.`` (anywhere), ``base_model.model.``."""
+    pieces = [piece for piece in name.split(".") if piece not in _WRAPPERS]
+    if tuple(pieces[:2]) == _ADAPTER_PREFIX:
+        pieces = pieces[2:]
+    return ".".join(pieces)
+
+
+def is_head(name: str) -> bool:
+    """Whether a canonical name is the output head's weight, which may be tied."""
+    return name == _HEAD
+
+
+def is_embedding(name: str) -> bool:
+    """Whether a canonical name is the input embedding's weight."""
+    return name.endswith(_EMBEDDING)
+
+
+class NameMap:
+    """Resolves any spelling of a weight's name to its place in the slots.
+
+    Understood: Hugging Face names, fused names (``qkv_proj``, ``gate_up_proj``), slot names, each behind any
+    of the wrappers' prefixes; and ``lm_head.weight`` of a model without a head of its own: the embedding.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = tuple(slots)
+        self._targets: dict[str, Target] = {}
+        self.embedding = ""  # Hugging Face name of the input embedding
+        for slot in self.slots:
+            whole = Target(slot, 0, len(slot.parts))
+            for alias in filter(None, (slot.name, slot.fused_name)):
+                self._targets[alias] = whole
+            for i, part in enumerate(slot.parts):
+                self._targets[part.hf_name] = Target(slot, i, i + 1)
+                if is_embedding(part.hf_name):
+                    self.embedding = part.hf_name
+        self.tied = self.embedding != "" and _HEAD not in self._targets
+        if self.tied:
+            self._targets[_HEAD] = self._targets[self.embedding]
+
+    def resolve(self, name: str) -> Target | None:
+        """Where the tensor `name` goes; None for a name that is no weight of this model."""
+        return self._targets.get(canonical(name))
+
+    @property
+    def hf_names(self) -> list[str]:
+        """Every Hugging Face name once, ties once, in slot order."""
+        return [part.hf_name for slot in self.slots for part in slot.parts]
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Which parts a set of named tensors writes, and what is wrong with the set.
+
+    Call `claim` for each tensor, then `check` for the whole. Nothing is written here: a set can be judged
+    before the first byte moves.
+    """
+
+    names: NameMap
+    unknown: list[str] = field(default_factory=list)
+    misshaped: list[str] = field(default_factory=list)
+    repeated: list[str] = field(default_factory=list)
+    _claimed: dict[str, str] = field(default_factory=dict)  # part -> the canonical name that wrote it
+    _offered: set[str] = field(default_factory=set)  # parts that were given, in whatever shape
+
+    def claim(self, name: str, shape: Sequence[int]) -> Target | None:
+        """The place of the tensor `name`; None when it is an offender (noted) or follows from the config."""
+        bare = canonical(name)
+        target = self.names.resolve(bare)
+        if target is None:
+            if not bare.endswith(_DERIVED):
+                self.unknown.append(name)
+            return None
+        self._offered.update(part.hf_name for part in target.parts)
+        if tuple(shape) != target.shape:
+            self.misshaped.append(f"{name} {list(shape)} instead of {list(target.shape)}")
+            return None
+        writers = {self._claimed.get(part.hf_name) for part in target.parts}
+        if writers == {None}:
+            self._claimed.update((part.hf_name, bare) for part in target.parts)
+            return target
+        if self.names.tied and len(target.parts) == 1 and (bare == _HEAD) != (writers == {_HEAD}):
+            return replace(target, again=True)
+        self.repeated.append(name)
+        return None
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Hugging Face names of the parts claimed, in slot order."""
+        return tuple(name for name in self.names.hf_names if name in self._claimed)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Hugging Face names of the parts that nothing has claimed, in slot order."""
+        return tuple(name for name in self.names.hf_names if name not in self._claimed)
+
+    def check(self, *, complete: bool = True) -> None:
+        """Raise `WeightUpdateError` with counts and the first offenders, unless every claim was right.
+
+        Args:
+            complete: whether parts that nothing claimed are a fault too.
+        """
+        kinds = {
+            "missing": [name for name in self.missing if complete and name not in self._offered],
+            "unknown": self.unknown,
+            "mis-shaped": self.misshaped,
+            "given twice": self.repeated,
+        }
+        if not any(kinds.values()):
+            return
+        counts = ", ".join(f"{len(found)} {kind}" for kind, found in kinds.items() if found)
+        shown = "; ".join(f"{kind}: {_first(found)}" for kind, found in kinds.items() if found)
+        raise WeightUpdateError(
+            f"the tensors do not fit the model's weights: {counts} ({shown})",
+            fix=f"Give each of the model's {len(self.names.hf_names)} weights once, by Hugging Face name.",
+        )
+
+
+def _first(found: Sequence[str]) -> str:
+    return ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")

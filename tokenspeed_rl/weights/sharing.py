@@ -1,0 +1,219 @@
+"""Weights that a trainer's live module and the engine hold together: one memory, no copy, no update."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tokenspeed_rl.errors import ConfigError, WeightsInvalidError
+from tokenspeed_rl.weights.alias import are_adjacent, fuse, owns_its_storage, tensor_at
+from tokenspeed_rl.weights.mapping import Slot, canonical
+from tokenspeed_rl.weights.receipt import Receipt
+from tokenspeed_rl.weights.store import WeightStore
+from tokenspeed_rl.weights.structure import address_of, check_module, unwrap
+
+
+def share(
+    module: nn.Module, store: WeightStore, classes: Collection[str], version: str | None = None
+) -> SharedWeights:
+    """Make `store` read the parameters of the live `module` from now on, without a copy.
+
+    Parameters that the engine wants side by side (q, k, v; gate, up) and that own their whole storage are
+    *adopted*: their values move, bit for bit, into one block of memory, each keeping a storage of its own
+    there, and the parameter objects, their gradients and optimizer state stay what they are. The block
+    belongs to the module: it lives as long as any of its parameters does, also without an engine. Views of a
+    parameter taken before (a `state_dict`, say) keep the old memory. Parameters that lie side by side
+    already, such as another engine's adopted ones, and views into a larger buffer are read where they are; so
+    is everything that has a slot alone.
+
+    Everything is checked before the first parameter moves: a refused call leaves module and store as they
+    were. (Should memory run out between two moves, the store is as it was and every value intact.)
+
+    Args:
+        module: a transformers causal LM, or one inside DistributedDataParallel or torch.compile.
+        store: its slots, dtype and device are what the module must fit. The change is committed in its
+            version: the first set keeps the label given at construction, unless `version` names another.
+        classes: names of the transformers classes that the model family is made of
+            (`structure.check_module`).
+        version: label of the weights; None as `WeightVersion.commit` says.
+
+    Raises:
+        ConfigError: the module computes something else than the engine, or its parameters don't fit, by name.
+    """
+    root = unwrap(module)
+    check_module(root, classes, store)
+    began = time.perf_counter()
+    with torch.inference_mode(False), torch.no_grad():
+        params = {canonical(name): param for name, param in root.named_parameters(remove_duplicate=False)}
+        uses = Counter(_storage(param) for param in params.values())
+        _settle(store.device)
+        shared = {
+            slot.name: _join([params[part.hf_name] for part in slot.parts], slot, uses)
+            for slot in store.slots
+        }
+        _settle(store.device)
+    store.borrow(shared)
+    if store.version.epoch == 0 and version is None:
+        store.version.start()
+    else:
+        store.version.commit(version)
+    return SharedWeights(root, store, classes, time.perf_counter() - began)
+
+
+def _join(params: list[nn.Parameter], slot: Slot, uses: Counter[int]) -> tuple[Tensor, ...]:
+    """The slot's tensors over the parameters' memory, moved side by side first where possible."""
+    views = [param.detach() for param in params]
+    if len(params) == 1:
+        return (views[0],)
+    if not are_adjacent(views):
+        if not all(owns_its_storage(view) and uses[_storage(view)] == 1 for view in views):
+            return tuple(views)
+        return (_adopt(params, slot),)
+    return (fuse(views, slot.shape),)
+
+
+def _adopt(params: list[nn.Parameter], slot: Slot) -> Tensor:
+    """Move the parameters into one new block, each in a storage of its own; returns the fused tensor."""
+    first = params[0]
+    block = torch.empty(slot.shape, dtype=first.dtype, device=first.device)
+    address, places = block.data_ptr(), []
+    for param in params:
+        place = tensor_at(address, param.shape, dtype=param.dtype, device=param.device, owner=block)
+        places.append(place.copy_(param.detach()))
+        address += place.nbytes
+    for param, place in zip(params, places, strict=True):
+        param.data = place
+    return block
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for kernels on any stream that read the old memory, or write the new."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter is found, and where its values were when it was shared."""
+
+    owner: nn.Module
+    attribute: str
+    hf_name: str
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class SharedWeights:
+    """The standing agreement between a live module and a store: what is shared, and whether it still holds.
+
+    Owned by the engine; it keeps the module alive. All calls come from the thread that owns the store.
+    """
+
+    def __init__(self, root: nn.Module, store: WeightStore, classes: Collection[str], seconds: float) -> None:
+        self.module = root
+        self._store = store
+        self._classes = classes
+        self._links = [
+            (f"{prefix}.{key}".lstrip("."), parent, key, child)
+            for prefix, parent in root.named_modules()
+            for key, child in parent._modules.items()
+        ]
+        self._places = list(_places(root))
+        self.receipt = self._receipt(seconds)
+
+    def check_storage(self) -> None:
+        """Raise unless every parameter, found through its module, still has the memory that the engine reads.
+
+        Cheap enough for each admission: a few hundred parameters take well under a millisecond.
+
+        Raises:
+            WeightsInvalidError: a parameter was re-allocated, cast, moved or replaced, or a module was. The
+                store is invalid from then on, until the module is shared again.
+        """
+        for name, parent, key, child in self._links:
+            if parent._modules.get(key) is not child:
+                raise self._broken(f"the module {name} was replaced or removed")
+        for place in self._places:
+            param = place.owner._parameters.get(place.attribute)
+            if param is None or type(param) is not nn.Parameter:
+                raise self._broken(f"{place.hf_name} is no plain parameter any more", param)
+            if (
+                param.data_ptr() != place.address
+                or param.shape != place.shape
+                or param.dtype is not place.dtype
+                or param.device != place.device
+                or param.stride() != place.stride
+            ):
+                raise self._broken(f"{place.hf_name} was {_describe(place)} when it was shared", param)
+
+    def check_structure(self) -> None:
+        """Raise unless the module still computes what the engine does: classes, hooks, parameters.
+
+        Raises:
+            ConfigError: by name, as `share` does. The store is invalid until `weights_changed` finds it
+                right.
+        """
+        try:
+            check_module(self.module, self._classes, self._store)
+        except ConfigError as error:
+            self._store.version.invalidate(f"the shared module was changed: {error}")
+            raise
+
+    def weights_changed(self, version: str | None = None) -> Receipt:
+        """Commit the values that the trainer wrote in place, as a complete update of 0 bytes.
+
+        Args:
+            version: label of the weights; None as `WeightVersion.commit` says.
+
+        Raises:
+            WeightsInvalidError, ConfigError: as `check_storage` and `check_structure`, which run first.
+        """
+        began = time.perf_counter()
+        self.check_storage()
+        self.check_structure()
+        self._store.version.commit(version)
+        self.receipt = self._receipt(time.perf_counter() - began)
+        return self.receipt
+
+    def _receipt(self, seconds: float) -> Receipt:
+        names = self._store.names.hf_names
+        return self._store.receipt(loaded=names, nbytes=0, seconds=seconds, kind="shared")
+
+    def _broken(self, what: str, param: Tensor | None = None) -> WeightsInvalidError:
+        now = {} if param is None else {"got": f"now {_describe(param)}"}
+        error = WeightsInvalidError(what, fix="Call share_weights(module) again.", **now)
+        self._store.version.invalidate(str(error))
+        return error
+
+
+def _places(root: nn.Module) -> Iterable[_Place]:
+    for prefix, owner in root.named_modules(remove_duplicate=False):
+        for attribute, param in owner._parameters.items():
+            if param is not None:
+                yield _Place(
+                    owner,
+                    attribute,
+                    canonical(f"{prefix}.{attribute}"),
+                    param.data_ptr(),
+                    param.shape,
+                    param.stride(),
+                    param.dtype,
+                    param.device,
+                )
+
+
+def _describe(held: _Place | Tensor) -> str:
+    address = held.address if isinstance(held, _Place) else address_of(held)
+    return f"{held.dtype} {list(held.shape)} on {held.device} at {address:#x}"
