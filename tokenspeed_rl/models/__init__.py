@@ -1,0 +1,9 @@
+"""Decoder-only language models: one decoder, and a short file per family for what it adds."""
+
+from tokenspeed_rl.models.decoder import Decoder
+from tokenspeed_rl.models.families import FAMILIES, module_classes
+from tokenspeed_rl.models.registry import spec_from_config
+from tokenspeed_rl.models.slots import slots
+from tokenspeed_rl.models.spec import DecoderSpec
+
+__all__ = ["FAMILIES", "Decoder", "DecoderSpec", "module_classes", "slots", "spec_from_config"]

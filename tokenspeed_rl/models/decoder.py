@@ -1,0 +1,115 @@
+"""The decoder, written once: what the families differ in is in the spec."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokenspeed_rl.cache.kv_cache import KVCache
+from tokenspeed_rl.layers.attention import AttentionPlan, HeadNorms, attention
+from tokenspeed_rl.layers.forward_batch import ForwardBatch
+from tokenspeed_rl.layers.mlp import mlp
+from tokenspeed_rl.layers.projection import Parts, project
+from tokenspeed_rl.layers.rope import RopeTable
+from tokenspeed_rl.models.slots import layer_slot
+from tokenspeed_rl.models.spec import DecoderSpec
+from tokenspeed_rl_kernels import add_rms_norm, linear
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Slot names of one layer; biases and head norms are there only if the spec has them."""
+
+    input_norm: str
+    qkv: str
+    qkv_bias: str
+    q_norm: str
+    k_norm: str
+    o: str
+    o_bias: str
+    post_norm: str
+    gate_up: str
+    gate_up_bias: str
+    down: str
+    down_bias: str
+
+
+_SUFFIXES = (
+    "input_norm",
+    "qkv.weight",
+    "qkv.bias",
+    "q_norm",
+    "k_norm",
+    "o.weight",
+    "o.bias",
+    "post_norm",
+    "gate_up.weight",
+    "gate_up.bias",
+    "down.weight",
+    "down.bias",
+)
+
+
+class Decoder:
+    """A causal language model over a paged cache. Holds no weights: it looks them up by slot at each forward.
+
+    Used by one thread, under ``torch.no_grad``.
+    """
+
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Parts]) -> None:
+        self.spec = spec
+        self._weights = weights
+        self._rope = RopeTable(spec.rope)
+        self._layers = [
+            _Names(*(layer_slot(layer, suffix) for suffix in _SUFFIXES)) for layer in range(spec.num_layers)
+        ]
+
+    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+        """Hidden states [T, hidden_size] after the final norm; the step's keys and values go to ``kv``.
+
+        Raises:
+            ValueError: lengths, pages or positions don't fit the cache or the model.
+        """
+        spec, get = self.spec, self._weights.get
+        embedding = self._weights["embed"][0]
+        if not len(batch.token_ids):
+            return embedding.new_empty(0, spec.hidden_size)
+        plan = AttentionPlan(batch, kv.k[0], kv.v[0], set(spec.windows))
+        cos_sin = self._rope.cos_sin(int(batch.positions.max()) + 1, embedding.device)
+        hidden = F.embedding(batch.token_ids, embedding)
+        residual: Tensor | None = None
+        for layer, names in enumerate(self._layers):
+            x, residual = add_rms_norm(hidden, residual, self._one(names.input_norm), spec.rms_eps)
+            x = attention(
+                project(x, self._weights[names.qkv], get(names.qkv_bias)),
+                plan,
+                kv.k[layer],
+                kv.v[layer],
+                cos_sin,
+                norms=self._head_norms(names),
+                window=spec.windows[layer],
+            )
+            x = project(x, self._weights[names.o], get(names.o_bias))
+            x, residual = add_rms_norm(x, residual, self._one(names.post_norm), spec.rms_eps)
+            hidden = mlp(
+                x,
+                self._weights[names.gate_up],
+                self._weights[names.down],
+                get(names.gate_up_bias),
+                get(names.down_bias),
+                spec.activation,
+            )
+        return add_rms_norm(hidden, residual, self._one("norm"), spec.rms_eps)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, hidden_size] -> [N, vocab_size] float32."""
+        return linear(hidden, self._one("embed" if self.spec.tied else "lm_head")).float()
+
+    def _one(self, name: str) -> Tensor:
+        return self._weights[name][0]
+
+    def _head_norms(self, names: _Names) -> HeadNorms | None:
+        if not self.spec.qk_norm:
+            return None
+        return HeadNorms(query=self._one(names.q_norm), key=self._one(names.k_norm), eps=self.spec.rms_eps)

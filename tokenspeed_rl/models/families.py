@@ -1,0 +1,43 @@
+"""The supported model families, as plain data."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed_rl.models import llama, mistral, qwen2, qwen3
+from tokenspeed_rl.models.hf_config import Options
+
+_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family: how transformers calls it, and what its config chooses."""
+
+    model_type: str
+    name: str
+    """What the names of its transformers classes begin with."""
+    options: Callable[[Any], Options]
+
+    @property
+    def architecture(self) -> str:
+        """Its causal-LM class."""
+        return f"{self.name}ForCausalLM"
+
+    @property
+    def classes(self) -> frozenset[str]:
+        """Names of the transformers classes that compute what the decoder does; activations aside."""
+        return frozenset(self.name + part for part in _PARTS)
+
+
+FAMILIES = (
+    Family("llama", "Llama", llama.options),
+    Family("mistral", "Mistral", mistral.options),
+    Family("qwen2", "Qwen2", qwen2.options),
+    Family("qwen3", "Qwen3", qwen3.options),
+)
+
+
+def module_classes(architecture: str) -> frozenset[str]:
+    """Names of the transformers classes that a live model of the architecture is made of."""
+    return next(family.classes for family in FAMILIES if family.architecture == architecture)

@@ -1,0 +1,52 @@
+"""Which weights a decoder has: a slot per tensor that the kernels read, and the Hugging Face names in it."""
+
+from collections.abc import Iterator
+
+from tokenspeed_rl.models.spec import DecoderSpec
+from tokenspeed_rl.weights.mapping import Part, Slot
+
+
+def layer_slot(layer: int, suffix: str) -> str:
+    """Name of a slot of one layer."""
+    return f"layers.{layer}.{suffix}"
+
+
+def slots(spec: DecoderSpec) -> tuple[Slot, ...]:
+    """Every slot of the decoder, in the order of the forward."""
+    head = () if spec.tied else (_slot("lm_head", "lm_head.weight", spec.vocab_size, spec.hidden_size),)
+    return (
+        _slot("embed", "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size),
+        *(slot for layer in range(spec.num_layers) for slot in _layer(spec, layer)),
+        _slot("norm", "model.norm.weight", spec.hidden_size),
+        *head,
+    )
+
+
+def _slot(name: str, hf_name: str, *shape: int) -> Slot:
+    return Slot(name, (Part(hf_name, shape),))
+
+
+def _layer(spec: DecoderSpec, layer: int) -> Iterator[Slot]:
+    prefix = f"model.layers.{layer}"
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    qkv = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+
+    def norm(name: str, module: str, size: int) -> Slot:
+        return _slot(layer_slot(layer, name), f"{prefix}.{module}.weight", size)
+
+    def linear(name: str, modules: dict[str, int], inputs: int, bias: bool) -> Iterator[Slot]:
+        for kind, shape in (("weight", (inputs,)), ("bias", ()))[: 2 if bias else 1]:
+            parts = (Part(f"{prefix}.{module}.{kind}", (rows, *shape)) for module, rows in modules.items())
+            yield Slot(layer_slot(layer, f"{name}.{kind}"), tuple(parts))
+
+    yield norm("input_norm", "input_layernorm", hidden)
+    yield from linear("qkv", qkv, hidden, spec.qkv_bias)
+    if spec.qk_norm:
+        yield norm("q_norm", "self_attn.q_norm", spec.head_dim)
+        yield norm("k_norm", "self_attn.k_norm", spec.head_dim)
+    yield from linear("o", {"self_attn.o_proj": hidden}, queries, spec.o_bias)
+    yield norm("post_norm", "post_attention_layernorm", hidden)
+    yield from linear("gate_up", gate_up, hidden, spec.mlp_bias)
+    yield from linear("down", {"mlp.down_proj": hidden}, inner, spec.mlp_bias)
