@@ -169,6 +169,9 @@ def _wrong_values(config: EngineConfig) -> list[tuple[str, str]]:
     for name in counts:
         value = getattr(config, name)
         require(name, value is None or _at_least(value, 1), "at least 1", "Set a positive number.")
+    if isinstance(config.page_size, int) and isinstance(config.max_total_tokens, int):
+        fits = config.max_total_tokens >= config.page_size
+        require("max_total_tokens", fits, f"at least page_size, {config.page_size}", "It is in whole pages.")
     fraction = config.mem_fraction
     in_range = isinstance(fraction, float | int) and math.isfinite(fraction) and 0 < fraction <= 1
     require("mem_fraction", in_range, "above 0 and at most 1", "0.5 is half of the free memory.")

@@ -9,6 +9,8 @@ from typing import Any
 from tokenspeed_rl.errors import RequestError
 from tokenspeed_rl.sampling_params import SamplingParams, check_token_ids
 
+_MESSAGE = '{"role": "user", "content": "..."}'
+
 
 def is_batch(text: object, input_ids: object) -> bool:
     """Whether a list of prompts was given, also one of length 1."""
@@ -37,6 +39,43 @@ def split_prompts(
         return [(None, _token_ids("input_ids", input_ids, vocab_size))]
     rows: Sequence[object] = _plain(input_ids)
     return [(None, _token_ids(f"input_ids[{at}]", row, vocab_size)) for at, row in enumerate(rows)]
+
+
+def chat_ids(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    *,
+    tools: Sequence[Any] | None,
+    chat_template: str | None,
+    continue_final_message: bool,
+    template_kwargs: Mapping[str, Any],
+) -> Any:
+    """Token ids of a conversation, or lists of them for a list of conversations, by the chat template.
+
+    Raises:
+        RequestError: no tokenizer, no messages, or something the template can't render.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            "chat needs a tokenizer, and this engine has none", fix="Pass Engine(tokenizer=...)."
+        )
+    if not messages:
+        raise RequestError("messages is empty", got=messages, fix=f"Pass [{_MESSAGE}].")
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=not continue_final_message,
+            continue_final_message=continue_final_message,
+            tokenize=True,
+            return_dict=False,
+            **template_kwargs,
+        )
+    except Exception as error:  # of jinja, transformers or the template itself
+        raise RequestError(
+            f"the chat template refuses the messages: {error}", got=messages, fix=f"One is {_MESSAGE}."
+        ) from error
 
 
 def split_rids(rid: object, count: int, batch: bool) -> list[str]:

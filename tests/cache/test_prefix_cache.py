@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -12,16 +13,18 @@ from tokenspeed_rl.cache.prefix_cache import Node, PrefixCache
 Content = tuple[int, tuple[int, ...]]
 """Epoch, and all tokens up to the end of the page: what its keys and values depend on."""
 SIZE = 2
+picks = st.integers(0, 20)
+counts = st.integers(0, 4)
 
 
 class Holder:
     """A request as the cache sees it: pages it owns, the first `kept` of them known to the cache."""
 
-    def __init__(self, tokens: list[int], pages: list[int], node: Node, epoch: int) -> None:
+    def __init__(self, tokens: Sequence[int], pages: list[int], kept: int, node: Node, epoch: int) -> None:
         self.tokens = tokens
         self.pages = pages
+        self.kept = kept
         self.node = node
-        self.kept = len(pages)
         self.epoch = epoch
 
 
@@ -41,22 +44,23 @@ class CacheAgainstDict(RuleBasedStateMachine):
         self.findable: dict[Content, int] = {}
         self.epoch = 0
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), data=st.data())
-    def arrive(self, tokens: list[int], data: st.DataObject) -> None:
-        limit = data.draw(st.integers(0, len(tokens)))
-        free = set(range(self.pool.num_pages)) - self._used()
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), spare=st.integers(0, 3), count=counts)
+    def arrive(self, tokens: list[int], spare: int, count: int) -> None:
+        limit = max(0, len(tokens) - spare)
+        free, idle = set(range(self.pool.num_pages)) - self._used(), self._kept() - self._held()
         pages, node = self.cache.match(tokens, limit)
         self._check_match(tokens, limit, pages)
-        idle = self._kept() - self._held() - set(pages)
-        fresh = self.cache.allocate(-(-len(tokens) // SIZE) - len(pages))
+        idle -= set(pages)
         needed = -(-len(tokens) // SIZE) - len(pages)
+        fresh = self.cache.allocate(needed)
         assert (fresh is None) == (needed > len(free) + len(idle))
         if fresh is None:
             self.cache.release(pages)
             return
         assert set(fresh) <= free | idle and len(set(fresh)) == needed
         self._evicted(set(fresh) & idle, spared=idle - set(fresh))
-        self.holders.append(Holder(list(tokens), pages + fresh, node, self.epoch))
+        self.holders.append(Holder(tokens, pages + fresh, len(pages), node, self.epoch))
+        self.compute(-1, count)
 
     def _check_match(self, tokens: Sequence[int], limit: int, pages: list[int]) -> None:
         expected = []
@@ -80,76 +84,81 @@ class CacheAgainstDict(RuleBasedStateMachine):
         assert spared <= self._used()
 
     @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def compute(self, data: st.DataObject) -> None:
-        """Fill the next page of a request, and insert it."""
-        holder = data.draw(st.sampled_from(self.holders))
+    @rule(pick=picks, count=counts)
+    def compute(self, pick: int, count: int) -> None:
+        """Fill the next pages of a request, and insert each."""
+        holder = self.holders[pick % len(self.holders)]
+        for _ in range(min(count, len(holder.tokens) // SIZE - holder.kept)):
+            self._compute_page(holder)
+
+    def _compute_page(self, holder: Holder) -> None:
         number = holder.kept
-        end = (number + 1) * SIZE
-        if end > len(holder.tokens):
-            return
-        own, content = holder.pages[number], (holder.epoch, tuple(holder.tokens[:end]))
+        own, content = holder.pages[number], (holder.epoch, tuple(holder.tokens[: (number + 1) * SIZE]))
         assert self.pool.holders(own) == 1, "a page that is still being written has one owner"
         self.written[own] = content
-        reachable = number == 0 or content[1][:-SIZE] in self._reachable(holder)
-        before = self.findable.get(content) if reachable and holder.epoch == self.epoch else None
+        # What stands before may have been forgotten, or be of an older epoch: then this isn't found either.
+        beginning = self._findable_pages(content[1], number)
+        reachable = holder.epoch == self.epoch and holder.pages[:number] == beginning
+        before = self.findable.get(content) if reachable else None
         holder.node, page = self.cache.insert(holder.node, content[1][-SIZE:], own)
         assert self.written[page] == content
         if before is not None:
-            assert page == before
-            assert before == own or self.pool.holders(own) == 0
-        elif reachable and holder.epoch == self.epoch:
+            assert page == before and self.pool.holders(own) == 0
+        elif reachable:
             assert page == own
             self.findable[content] = own
         holder.pages[number] = page
         holder.kept += 1
 
-    def _reachable(self, holder: Holder) -> set[tuple[int, ...]]:
-        """Contents of the holder's own kept pages that a match still finds."""
-        own = set(holder.pages[: holder.kept])
-        return {tokens for (_, tokens), page in self.findable.items() if page in own}
+    def _findable_pages(self, tokens: Sequence[int], count: int) -> list[int | None]:
+        ends = range(SIZE, count * SIZE + 1, SIZE)
+        return [self.findable.get((self.epoch, tuple(tokens[:end]))) for end in ends]
 
     @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
+    @rule(pick=picks)
+    def fork(self, pick: int) -> None:
         """A second sample takes over what a first has computed."""
-        first = data.draw(st.sampled_from(self.holders))
-        for page in first.pages[: first.kept]:
+        first = self.holders[pick % len(self.holders)]
+        pages = first.pages[: first.kept]
+        for page in pages:
             self.pool.share(page)
-        twin = Holder(first.tokens[: first.kept * SIZE], first.pages[: first.kept], first.node, first.epoch)
-        self.holders.append(twin)
+        tokens = first.tokens[: first.kept * SIZE]
+        self.holders.append(Holder(tokens, pages, first.kept, first.node, first.epoch))
 
     @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        holder = data.draw(st.sampled_from(self.holders))
-        self.holders.remove(holder)
-        self.cache.release(holder.pages)
+    @rule(pick=picks, count=counts)
+    def leave(self, pick: int, count: int) -> None:
+        for _ in range(min(count, len(self.holders))):
+            self.cache.release(self.holders.pop(pick % len(self.holders)).pages)
+
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=9))
+    def look(self, tokens: list[int]) -> None:
+        pages, _ = self.cache.match(tokens, len(tokens))
+        self._check_match(tokens, len(tokens), pages)
+        self.cache.release(pages)
 
     @precondition(lambda self: self.holders)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
+    @rule(kind=st.sampled_from(["forget"] * 4 + ["new_epoch", "flush"]), pick=picks)
+    def lose(self, kind: str, pick: int) -> None:
+        if kind == "forget":
+            self._forget(self.holders[pick % len(self.holders)])
+        elif kind == "new_epoch":
+            self.cache.new_epoch()
+        elif kind == "flush":
+            self.cache.flush()
+            assert self.cache.num_cached == self.cache.num_idle == 0
+            assert self._used() == self._held()
+        if kind != "forget":
+            self.findable.clear()
+            self.epoch += 1
+
+    def _forget(self, holder: Holder) -> None:
         """What a request with broken numbers wrote is not found again, nor what continues it."""
-        holder = data.draw(st.sampled_from(self.holders))
         self.cache.forget(holder.pages)
         gone = {c for c, page in self.findable.items() if page in holder.pages}
         for epoch, tokens in list(self.findable):
             if any(epoch == e and tokens[: len(t)] == t for e, t in gone):
                 del self.findable[epoch, tokens]
-
-    @rule()
-    def new_epoch(self) -> None:
-        self.cache.new_epoch()
-        self.findable.clear()
-        self.epoch += 1
-
-    @rule()
-    def flush(self) -> None:
-        self.cache.flush()
-        self.findable.clear()
-        self.epoch += 1
-        assert self.cache.num_cached == self.cache.num_idle == 0
-        assert self._used() == self._held()
 
     def _used(self) -> set[int]:
         return {page for page in range(self.pool.num_pages) if self.pool.holders(page)}
@@ -183,7 +192,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
         assert self.cache.allocate(self.pool.num_pages) is not None, "a page leaked"
 
 
-CacheAgainstDict.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+CacheAgainstDict.TestCase.settings = settings(max_examples=300, stateful_step_count=40)
 test_cache_against_a_dict = CacheAgainstDict.TestCase
 """D1, D2: matches are exactly right, in one epoch; pages are never lost, owned twice or evicted in use."""
 
@@ -285,17 +294,20 @@ def test_forgetting_takes_all_that_follows() -> None:
     assert cache.pool.num_free == 5
 
 
-def test_a_new_epoch_finds_nothing_old_and_loses_no_page() -> None:
-    """D2: old pages stay until room is needed; what an old request goes on computing is not found either."""
+@pytest.mark.parametrize("change", ["new_epoch", "flush"])
+def test_a_new_epoch_finds_nothing_old_and_loses_no_page(change: str) -> None:
+    """D1, D2: not even what an older request goes on computing is found; its pages come back all the same."""
     cache = PrefixCache(PagePool(4), SIZE)
     filled(cache, [1, 1, 2, 2])
     pages, node = cache.match([1, 1], 2)
-    cache.new_epoch()
+    old_root = cache.root
+    getattr(cache, change)()
     assert found(cache, [1, 1, 2, 2]) == 0
-    fresh = cache.allocate(1) or []
-    _, late = cache.insert(node, (3, 3), fresh[0])
-    assert found(cache, [1, 1, 3, 3]) == 0
-    cache.release([*pages, late])
+    for parent, key in ((node, (3, 3)), (old_root, (5, 5))):
+        fresh = cache.allocate(1) or []
+        pages.append(cache.insert(parent, key, fresh[0])[1])
+    assert found(cache, [1, 1, 3, 3]) == found(cache, [5, 5]) == 0
+    cache.release(pages)
     assert len(cache.allocate(4) or []) == 4
 
 

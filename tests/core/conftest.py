@@ -1,4 +1,5 @@
-"""A scheduler driven by an imagined model, with every promise about a step checked at every step."""
+"""What the tests of the core share: requests, a tokenizer built here, and a scheduler driven by an imagined
+model, with every promise about a step checked at every step."""
 
 from __future__ import annotations
 
@@ -7,6 +8,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from tokenspeed_rl.cache.page_pool import PagePool
 from tokenspeed_rl.cache.prefix_cache import PrefixCache
@@ -17,9 +23,32 @@ from tokenspeed_rl.sampling_params import SamplingParams
 
 STOP, BROKEN, VOCAB = 0, 99, 12
 """Drawing STOP ends a sample; a prompt with BROKEN in it has logits that are not finite."""
-PARAMS = SamplingParams()
+PARAMS = SamplingParams().validate()
 Content = tuple[int, tuple[int, ...]]
 """What a slot of the cache holds: the weights' epoch, and all tokens up to and with its own."""
+
+
+def make_request(prompt: Iterable[int], **fields: Any) -> Request:
+    """One sample of `prompt`, with the fields of `Request` that matter."""
+    tokens = list(prompt)
+    defaults: dict[str, Any] = {
+        "rid": "r",
+        "index": 0,
+        "prompt_index": 0,
+        "prompt_len": len(tokens),
+        "tokens": tokens,
+        "params": PARAMS,
+        "wants": Wants(),
+        "priority": 0,
+        "arrival": 0,
+        "draw_seed": 0,
+        "max_new_tokens": 4,
+        "stop_ids": frozenset(),
+        "banned_ids": (),
+        "created": 0.0,
+        "publish": lambda request: None,
+    }
+    return Request(**{**defaults, **fields})
 
 
 def next_token(tokens: list[int], request: Request) -> int:
@@ -68,6 +97,7 @@ class Simulation:
         self.steps = 0
         self.prefilled = 0
         self.retracted: list[Request] = []
+        self.ended: list[Request] = []
 
     @property
     def live(self) -> list[Request]:
@@ -90,22 +120,15 @@ class Simulation:
         tokens = list(prompt)
         assert len(tokens) + max_new <= self.capacity
         added = [
-            Request(
-                rid=f"{len(self.requests)}",
+            make_request(
+                tokens,
                 index=index,
-                prompt_index=0,
-                prompt_len=len(tokens),
-                tokens=list(tokens),
-                params=PARAMS,
                 wants=Wants(prompt_start=prompt_start),
                 priority=priority,
                 arrival=self.arrival(len(self.requests) + index),
                 draw_seed=index,
                 max_new_tokens=max_new,
                 stop_ids=self.stop_ids,
-                banned_ids=(),
-                created=0.0,
-                publish=lambda request: None,
             )
             for index in range(n)
         ]
@@ -273,6 +296,7 @@ class Simulation:
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
+        self.ended.append(request)
         self.scheduler.remove(request)
         assert request.pages == [] and request.leader is None and request.followers == []
         output = expected_output(request)
@@ -289,3 +313,22 @@ class Simulation:
 @pytest.fixture(scope="session")
 def simulation() -> type[Simulation]:
     return Simulation
+
+
+@pytest.fixture(scope="session")
+def new_request() -> Callable[..., Request]:
+    return make_request
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with seven merges: most characters beyond ASCII are several tokens, and some tokens end
+    within one. Ids 0 and 1 are special; `len(tokenizer)` and above are unknown."""
+    # Bytes as this kind of tokenizer spells them: a space, the first two of an emoji, the first of 漢, ...
+    merges = ["Ġ ð", "Ġð Ł", "a æ", "Ń Ĺ", "Ã ©", "t h", "th e"]
+    pairs = [(left, right) for left, right in map(str.split, merges)]
+    pieces = ["<s>", "</s>", *sorted(ByteLevel.alphabet()), *map("".join, pairs)]
+    raw = Tokenizer(BPE({piece: number for number, piece in enumerate(pieces)}, pairs))
+    raw.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")

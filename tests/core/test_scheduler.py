@@ -66,7 +66,7 @@ def disturb(sim: Any, name: str, argument: Any) -> None:
     sim.check_pages()
 
 
-@settings(max_examples=150)
+@settings(max_examples=400)
 @given(shape=shapes, events=st.lists(disturbances, min_size=5, max_size=40))
 def test_any_course_of_events(
     simulation: Callable[..., Any], shape: dict[str, Any], events: list[tuple[str, Any]]
@@ -83,28 +83,20 @@ def test_any_course_of_events(
     sim.drain()
 
 
-def finish_order(sim: Any) -> list[int]:
-    """Arrival numbers in the order in which requests end."""
-    order: list[int] = []
-    while sim.scheduler.has_work:
-        before = sim.live
-        sim.step()
-        order += [request.arrival for request in before if request.finished]
-    return order
-
-
 def test_higher_priority_first_and_ties_in_order_of_arrival(simulation: Callable[..., Any]) -> None:
     """The queue is FIFO within a priority, for retracted requests too."""
     sim = simulation(pages=40, max_running=1)
     for number, priority in enumerate([0, 2, 1, 2, 0]):
         sim.add([1, 2, number + 3], max_new=1, priority=priority)
-    assert finish_order(sim) == [1, 3, 2, 0, 4]
+    sim.drain()
+    assert [request.arrival for request in sim.ended] == [1, 3, 2, 0, 4]
 
     for number in range(3):
         sim.add([1, 2, number + 3], max_new=2)
     sim.step()
     sim.scheduler.retract_all()
-    assert finish_order(sim) == [5, 6, 7]
+    sim.drain()
+    assert [request.arrival for request in sim.ended[5:]] == [5, 6, 7]
 
 
 def test_priority_never_preempts(simulation: Callable[..., Any]) -> None:
@@ -135,101 +127,29 @@ def test_the_youngest_is_retracted_and_nothing_sampled_is_lost(simulation: Calla
     assert young.output_ids[: len(kept)] == kept and old not in sim.retracted
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("length", [7, 8])
-@pytest.mark.parametrize("n", [8, 1])
-def test_equal_prompts_in_flight_are_computed_once(
-    simulation: Callable[..., Any], n: int, length: int, caching: bool
-) -> None:
-    """F4: `n` samples of a prompt, and equal prompts sent one by one, also while the first is being computed,
-    cost one prefill."""
-    sim = simulation(pages=60, page_size=4, budget=3, caching=caching)
-    samples = sim.add(range(1, length + 1), n=n, max_new=6)
-    if n == 1:
-        for _ in range(7):
-            samples += sim.add(range(1, length + 1), n=1, max_new=6)
-            if len(samples) == 4:
-                sim.step()
-    first = sim.step()
-    while not first.forks:
-        first = sim.step()
-    assert list(first.forks) == samples[1:] and len(first.copies) == (7 if length % 4 else 0)
-    shared = {tuple(sample.pages[: length // 4]) for sample in sim.scheduler.running}
-    assert len(shared) == 1, "full pages of the prompt are the same for all"
-    sim.drain()
-    assert sim.prefilled == length
-    assert [sample.cached_tokens for sample in samples] == [0] + 7 * [length]
-
-
-def test_a_prompt_seen_before_is_not_computed_again(simulation: Callable[..., Any]) -> None:
-    """Full pages of a finished prompt and its output are reused; one token at least is always computed."""
-    sim = simulation(pages=40, page_size=2, budget=64)
-    [first] = sim.add([1, 2, 3, 4], max_new=6)
-    sim.drain()
-    [again], [longer] = sim.add([1, 2, 3, 4]), sim.add([*first.tokens[:7], 11, 11])
-    sim.drain()
-    assert (first.cached_tokens, again.cached_tokens, longer.cached_tokens) == (0, 2, 6)
-
-
-def test_prompt_logprobs_are_computed_from_where_they_are_asked(simulation: Callable[..., Any]) -> None:
-    """F9: tokens whose logits are wanted don't come out of the cache, those before them do; nobody who wants
-    them is served by a twin that doesn't."""
-    sim = simulation(pages=40, page_size=2)
-    prompt = [1, 2, 3, 4, 5, 6, 7]
-    sim.add(prompt)
-    sim.drain()
-    whole, late, none = (sim.add(prompt, prompt_start=start)[0] for start in (0, 5, -1))
-    sim.drain()
-    assert (whole.cached_tokens, late.cached_tokens, none.cached_tokens) == (0, 4, 6)
-
-
-def test_a_sample_that_finds_no_page_waits_and_ends_right(simulation: Callable[..., Any]) -> None:
-    """F4, C3: with room for one sample, the others go back to the queue in their order and miss nothing."""
-    sim = simulation(pages=2, page_size=4)
-    samples = sim.add([1, 2, 3, 4, 5], n=3, max_new=3)
-    plan = sim.step()
-    assert plan.forks == {} and [s.status for s in samples[1:]] == [Status.WAITING, Status.WAITING]
-    assert finish_order(sim) == [0, 1, 2]
-    assert sim.prefilled == 5 + 1 + 1, "the full page was kept for them"
-
-
-@pytest.mark.parametrize("disturbance", ["abort", "retract"])
-def test_a_leader_lost_in_mid_prompt_is_replaced(simulation: Callable[..., Any], disturbance: str) -> None:
-    """C2, C9: those who waited for its prompt go on from what it had computed."""
-    sim = simulation(pages=20, page_size=2, budget=3)
-    leader, *others = sim.add(range(1, 10), n=4)
+def test_freed_pages_are_for_those_who_needed_them(simulation: Callable[..., Any]) -> None:
+    """C3: in the step that retracts a request for want of pages nobody is let in, not even with priority."""
+    sim = simulation(pages=9, page_size=2, max_running=2, budget=4, caching=False)
+    [old], [big] = sim.add([1, 2, 3], max_new=9), sim.add(range(1, 12), max_new=2)
     sim.step()
-    assert [request.leader for request in others] == [leader] * 3 and leader.computed == 3
-    getattr(sim, disturbance)(leader)
-    assert [request.status for request in others] == [Status.WAITING] * 3
+    [late] = sim.add([4], max_new=2, priority=1)
+    for _ in range(4):
+        sim.step()
+    assert sim.retracted == [big] and sim.scheduler.running == [old]
     sim.step()
-    assert others[1].leader is (others[0] if disturbance == "abort" else leader)
+    assert sim.scheduler.running == [old, late]
     sim.drain()
-    assert sim.prefilled == 9 + 1, "one token lay on a page that wasn't full"
 
 
-def test_an_aborted_follower_leaves_the_others(simulation: Callable[..., Any]) -> None:
-    """C2: a sample that is aborted while another computes its prompt is simply gone."""
-    sim = simulation(pages=20, budget=3)
-    leader, follower, other = sim.add(range(1, 10), n=3)
-    sim.step()
-    sim.abort(follower)
-    assert leader.followers == [other]
+def test_a_page_for_every_running_request_stays_in_reserve(simulation: Callable[..., Any]) -> None:
+    """Nobody is let in whose pages a running request would soon take away again."""
+    sim = simulation(pages=8, page_size=2, caching=False)
+    [first], [second] = sim.add([1, 2, 3], max_new=2), sim.add(range(1, 12), max_new=2)
+    while not first.finished:
+        sim.step()
+        assert second.status is Status.WAITING, "six pages were free, of which one was spoken for"
     sim.drain()
-    assert follower.output_ids == []
-
-
-def test_broken_numbers_end_one_request_and_are_not_cached(simulation: Callable[..., Any]) -> None:
-    """F7: the request ends in `abort`, its neighbours go on, and its prompt is computed anew next time."""
-    sim = simulation(pages=40)
-    broken, fine = sim.add([1, 2, 3, BROKEN], n=2), sim.add([1, 2, 3, 4, 5])
-    sim.step()
-    sim.drain()
-    assert [request.finish_reason["type"] for request in broken] == ["abort", "abort"]
-    assert fine[0].output_len > 0
-    [again] = sim.add([1, 2, 3, BROKEN])
-    sim.drain()
-    assert again.cached_tokens == 0
+    assert not sim.retracted
 
 
 @pytest.mark.parametrize("page_size", [1, 3])

@@ -11,7 +11,7 @@ class KVCache:
     """Keys and values of every layer, by page.
 
     Mapped, `k[layer]` and `v[layer]` are [num_pages, num_kv_heads, page_size, head_dim] views of one
-    allocation. Pages start as zeros; on the CPU, memory of pages never written is not touched.
+    allocation. A slot never written may hold anything, NaN too.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class KVCache:
         return self._data.nbytes
 
     def map(self, num_pages: int) -> None:
-        """Allocate `num_pages` pages."""
+        """Allocate `num_pages` pages; memory of pages never written is not touched on the CPU."""
         shape = (2, self._layers, num_pages, *self._page_shape)
-        self._data = torch.zeros(shape, dtype=self._data.dtype, device=self._data.device)
+        self._data = torch.empty(shape, dtype=self._data.dtype, device=self._data.device)
         self.k, self.v = tuple(self._data[0]), tuple(self._data[1])
         self.num_pages = num_pages
 

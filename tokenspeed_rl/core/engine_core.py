@@ -10,11 +10,11 @@ from tokenspeed_rl.cache.prefix_cache import PrefixCache
 from tokenspeed_rl.config import EngineConfig
 from tokenspeed_rl.core.engine_loop import EngineLoop
 from tokenspeed_rl.core.intake import Intake
-from tokenspeed_rl.core.kv_sizing import num_pages
+from tokenspeed_rl.core.kv_sizing import free_bytes, kv_size
 from tokenspeed_rl.core.model_runner import ModelRunner
 from tokenspeed_rl.core.model_source import open_model
 from tokenspeed_rl.core.scheduler import Scheduler
-from tokenspeed_rl.errors import ConfigError
+from tokenspeed_rl.errors import OutOfMemoryError
 from tokenspeed_rl.weights import Receipt
 
 
@@ -29,7 +29,7 @@ class EngineCore:
         self.config = config
         self.source = open_model(model, config, tokenizer)
         spec, store = self.source.spec, self.source.store
-        self.context = _context(config, spec.max_position)
+        self.context = config.max_model_len or spec.max_position
         self.kv = KVCache(
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
@@ -68,14 +68,14 @@ class EngineCore:
         """
         with self._mapping:
             if self._capacity is None:
-                pages = num_pages(
+                size = kv_size(
                     self.config,
                     bytes_per_page=self.kv.bytes_per_page,
                     context=self.context,
                     device=self.source.store.device,
                 )
-                self.loop.call(lambda: self._map(pages)).result()
-                self._capacity = pages * self.config.page_size
+                self.loop.call(lambda: self._map(size.pages)).result()
+                self._capacity = size.tokens
             return self._capacity
 
     def change_weights(self, change: Callable[[], Receipt]) -> Receipt:
@@ -85,7 +85,6 @@ class EngineCore:
         On the loop's thread.
         """
         receipt = change()
-        self.source.decoder.rebuild()
         self.scheduler.retract_all()
         self.cache.flush()
         return receipt
@@ -121,16 +120,13 @@ class EngineCore:
         self.source.store.weights.clear()
 
     def _map(self, pages: int) -> None:
-        self.kv.map(pages)
+        try:
+            self.kv.map(pages)
+        except RuntimeError as error:  # what torch raises where an allocator gives nothing
+            raise OutOfMemoryError(
+                "the KV cache can't be allocated",
+                wanted=pages * self.kv.bytes_per_page,
+                free=free_bytes(self.source.store.device),
+                fix="Lower max_total_tokens or mem_fraction.",
+            ) from error
         self.cache.pool.resize(pages)
-
-
-def _context(config: EngineConfig, max_position: int) -> int:
-    asked = config.max_model_len
-    if asked is not None and asked > max_position:
-        raise ConfigError(
-            f"max_model_len exceeds the model's {max_position} positions",
-            got=asked,
-            fix="Lower it, or leave it out.",
-        )
-    return asked or max_position

@@ -5,19 +5,21 @@ look at is written under `lock`, so that a reader on another thread sees whole s
 the loop is dead: every request and command, now and later, gets `EngineDeadError` with the first cause.
 """
 
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from tokenspeed_rl.core.model_runner import ModelRunner, StepOutcome
 from tokenspeed_rl.core.request import FinishReason, Request, Span
-from tokenspeed_rl.core.sampler import Sample
+from tokenspeed_rl.core.sampler import NOT_FINITE, Sample
 from tokenspeed_rl.core.scheduler import Scheduler
 from tokenspeed_rl.core.stats import Stats
 from tokenspeed_rl.core.stop import check_stop
@@ -91,12 +93,16 @@ class EngineLoop:
 
         Waiters are woken at once; pages return before the next step.
         """
+        if self._elsewhere:
+            return
         with self.lock:
             names = list(self._live) if rids is None else rids
             self.end([request for rid in names for request in self._live.get(rid, ())], message)
 
     def end(self, requests: Iterable[Request], message: str) -> None:
         """Abort just these samples, whoever uses their ids by now; what is not live stays as it is."""
+        if self._elsewhere:
+            return
         with self.lock:
             doomed = [request for request in requests if request in self._on_failure]
             for request in doomed:
@@ -107,6 +113,8 @@ class EngineLoop:
     def end_soon(self, requests: Iterable[Request], message: str) -> None:
         """As `end`, before the next step. Changes nothing here and now, so a finaliser may call it: that can
         run at any point of a thread, also where this one holds the lock."""
+        if self._elsewhere:
+            return
         with self.lock:
             if self._cause is None and not self._closing:
                 self._post(lambda: self.end(requests, message), None)
@@ -120,13 +128,16 @@ class EngineLoop:
             self._post(command, future)
             return future
 
-    def check_alive(self) -> None:
-        """Raises EngineDeadError or EngineShutdownError where the loop takes nothing any more, and
-        EngineStateError in a forked child, which has no such thread."""
-        if os.getpid() != self._pid:
+    def check_home(self) -> None:
+        """Raises EngineStateError in a forked child, where nothing would ever answer."""
+        if self._elsewhere:
             raise EngineStateError(
                 "this engine lives in the parent of this forked process", fix="Use it there only."
             )
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError or EngineShutdownError where the loop takes nothing any more."""
+        self.check_home()
         if self._cause is not None:
             raise EngineDeadError(
                 "the engine's loop failed; see the cause, and make a new engine"
@@ -136,15 +147,22 @@ class EngineLoop:
 
     def shutdown(self) -> None:
         """End the loop after the running step; whoever waits gets EngineShutdownError. Idempotent."""
-        if os.getpid() != self._pid:
-            return  # a forked child has neither the thread nor, perhaps, a free lock
+        if self._elsewhere:
+            return
         with self.lock:
             if not self._closing:
                 self._closing = True
-                self._fail_all(EngineShutdownError("the engine was shut down while this was going on"))
+                self._fail_all(
+                    lambda: EngineShutdownError("the engine was shut down while this was going on")
+                )
             self._wake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_SECONDS)
+
+    @property
+    def _elsewhere(self) -> bool:
+        """Whether this is a forked child, which has neither the loop's thread nor, perhaps, a free lock."""
+        return os.getpid() != self._pid
 
     @property
     def closing(self) -> bool:
@@ -175,9 +193,7 @@ class EngineLoop:
                 if self._closing:
                     return  # nobody is left to tell
                 self._cause = error
-                dead = EngineDeadError(f"the engine's loop failed: {type(error).__name__}: {error}")
-                dead.__cause__ = error
-                self._fail_all(dead)
+                self._fail_all(partial(_dead, error))
 
     def _take_inbox(self) -> "deque[tuple[Callable[[], Any], Future[Any] | None]]":
         """What has arrived; waits for something to do."""
@@ -196,17 +212,14 @@ class EngineLoop:
         if plan.is_empty:
             return
         outcome = self.runner.run(plan)
-        completed = [chunk.request for chunk in plan.chunks if chunk.completes]
         self.scheduler.advance(plan)
         with self.lock:
             self._take_prompt_logprobs(outcome, plan.forks)
             version = self._version()
-            for request, drawn in outcome.draws:
-                self._accept(request, drawn, version, outcome.hidden_states.get(request))
-            for request in (*completed, *plan.forks):
-                if request.max_new_tokens == 0:
-                    self._end(request, {"type": "length", "length": 0})
-        self.stats.count_step(plan, len(outcome.draws), time.perf_counter() - started)
+            for request, sample in outcome.draws:
+                self._accept(request, sample, version, outcome.hidden_states.get(request))
+        drawn = sum(request.max_new_tokens > 0 for request, _ in outcome.draws)
+        self.stats.count_step(plan, drawn, time.perf_counter() - started)
 
     def _take_prompt_logprobs(self, outcome: StepOutcome, forks: dict[Request, Request]) -> None:
         for request, values in outcome.prompt_logprobs:
@@ -218,9 +231,15 @@ class EngineLoop:
     def _accept(self, request: Request, drawn: Sample, version: str, hidden: list[float] | None) -> None:
         if request not in self._on_failure:  # ended while the step ran, by an abort or by shutdown
             return
-        if drawn.fault is not None:
+        fault = drawn.fault
+        if request.output_len == 0 and not all(map(math.isfinite, request.prompt_logprobs)):
+            fault = NOT_FINITE  # with a sliding window the last position may not see it
+        if fault is not None:
             self.scheduler.cache.forget(request.pages)
-            self._end(request, {"type": "abort", "message": drawn.fault})
+            self._end(request, {"type": "abort", "message": fault})
+            return
+        if request.max_new_tokens == 0:
+            self._end(request, {"type": "length", "length": 0})
             return
         request.record(drawn.token, version)
         for kind, value in drawn.logprobs.items():
@@ -274,16 +293,18 @@ class EngineLoop:
         del self._on_failure[request]
         request.publish(request)
 
-    def _fail_all(self, error: TokenSpeedError) -> None:
+    def _fail_all(self, make_error: Callable[[], TokenSpeedError]) -> None:
+        """Tell everyone, each with an error of its own: one object raised in several threads mixes their
+        tracebacks."""
         failures = dict.fromkeys(self._on_failure.values())
         commands, self._inbox = self._inbox, deque()
         self._live.clear()
         self._on_failure.clear()
         for tell in failures:
-            tell(error)
+            tell(make_error())
         for _, future in commands:
             if future is not None:
-                _complete(future, _raiser(error))
+                _complete(future, _raiser(make_error()))
 
 
 def _complete(future: "Future[Any]", command: Callable[[], Any]) -> None:
@@ -296,6 +317,12 @@ def _complete(future: "Future[Any]", command: Callable[[], Any]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+def _dead(cause: BaseException) -> EngineDeadError:
+    error = EngineDeadError(f"the engine's loop failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def _raiser(error: BaseException) -> Callable[[], None]:

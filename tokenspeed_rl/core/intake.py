@@ -93,7 +93,12 @@ class Intake:
     def _tokens(self, obj: GenerateReqInput) -> list[int]:
         if obj.input_ids is not None:
             return list(obj.input_ids)  # type: ignore[arg-type]  # split() made it a flat sequence of ids
-        tokens = list(self.tokenizer(obj.text)["input_ids"])
+        try:
+            tokens = list(self.tokenizer(obj.text)["input_ids"])
+        except Exception as error:  # a lone surrogate, say: kinds differ from tokenizer to tokenizer
+            raise RequestError(
+                f"the tokenizer refuses the text: {error}", got=obj.text, fix="Pass text it can encode."
+            ) from error
         if not tokens:
             raise RequestError(
                 "the prompt has no tokens", got=obj.text, fix="Pass at least one token to go on from."
@@ -115,7 +120,7 @@ class Intake:
                 fix="Shorten the prompt, or raise max_model_len if the model allows it.",
             )
         wanted = params.max_new_tokens
-        if prompt_len + (wanted or 0) > capacity and (wanted is not None or prompt_len >= capacity):
+        if prompt_len + (1 if wanted is None else wanted) > capacity:
             raise RequestError(
                 f"a prompt of {prompt_len} tokens plus max_new_tokens exceeds the KV capacity of {capacity}",
                 got=wanted,

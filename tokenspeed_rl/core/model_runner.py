@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from tokenspeed_rl_kernels.sample import block_logsumexp, scale_logits, token_logprob
 from torch import Tensor
 
 from tokenspeed_rl.cache.kv_cache import KVCache
@@ -16,6 +15,7 @@ from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.sampler import Sample, sample
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
 from tokenspeed_rl.models import Decoder
+from tokenspeed_rl_kernels.sample import block_logsumexp, scale_logits, token_logprob
 
 PROMPT_LOGPROB_ROWS = 256
 """Prompt positions whose logits exist at once: [rows, vocab] float32 is the largest tensor of a step."""
@@ -61,7 +61,10 @@ class ModelRunner:
         return StepOutcome(draws, prompt_logprobs, states)
 
     def _due(self, plan: StepPlan) -> tuple[list[int], list[Request]]:
-        """Which requests draw after this step, each with its row of the hidden states."""
+        """Which requests draw after this step, each with its row of the hidden states.
+
+        Those that only score their prompt are among them: their logits too must be finite.
+        """
         rows, requests = list(range(len(plan.decodes))), list(plan.decodes)
         end = len(plan.decodes)
         for chunk in plan.chunks:
@@ -69,9 +72,8 @@ class ModelRunner:
             if not chunk.completes:
                 continue
             forks = [fork for fork, leader in plan.forks.items() if leader is chunk.request]
-            due = [r for r in (chunk.request, *forks) if r.max_new_tokens > 0]
-            rows += [end - 1] * len(due)
-            requests += due
+            rows += [end - 1] * (1 + len(forks))
+            requests += [chunk.request, *forks]
         return rows, requests
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:

@@ -1,12 +1,13 @@
 """From what the caller calls a model to a decoder over its weights: a directory, a hub id, a config, or a
 live module."""
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tokenspeed_rl.config import EngineConfig
@@ -39,14 +40,31 @@ class ModelSource:
     decoder: Decoder
     tokenizer: Any
     eos_ids: tuple[int, ...]
-    shared: SharedWeights | None
+    shared: SharedWeights | None = None
+    _sharing: threading.Lock = field(default_factory=threading.Lock)
 
     def share(self, module: nn.Module, version: str | None = None) -> SharedWeights:
         """Read the weights of `module` from now on; a refused module leaves everything as it was."""
         classes = module_classes(self.spec.architecture)
-        self.shared = share(module, self.store, classes, version)
-        self.decoder.rebuild()
+        with self._sharing:
+            self.shared = share(module, self.store, classes, version)
+        self.decoder.follow_rope(_rounded_frequencies(self.shared.module))
         return self.shared
+
+    def check_shared(self) -> None:
+        """Raise `WeightsInvalidError` where a shared module's parameters moved. From any thread."""
+        with self._sharing:  # else a check of the old agreement could invalidate a new one
+            if self.shared is not None:
+                self.shared.check_storage()
+
+
+def _rounded_frequencies(module: nn.Module) -> Tensor | None:
+    """The rotary frequencies of a module that `.to(dtype)` rounded along with its weights; None: it has exact
+    ones."""
+    for name, buffer in module.named_buffers():
+        if name.endswith("rotary_emb.inv_freq") and buffer.dtype != torch.float32:
+            return buffer
+    return None
 
 
 def open_model(model: Any, config: EngineConfig, tokenizer: Any) -> ModelSource:
@@ -55,6 +73,7 @@ def open_model(model: Any, config: EngineConfig, tokenizer: Any) -> ModelSource:
     Raises:
         ConfigError, WeightUpdateError: it can't be served as asked; a live module is left as it was.
     """
+    _refuse_what_would_be_ignored(model, config, tokenizer)
     if isinstance(model, str | Path):
         return _from_files(model, config, tokenizer)
     if isinstance(model, PretrainedConfig):
@@ -66,6 +85,29 @@ def open_model(model: Any, config: EngineConfig, tokenizer: Any) -> ModelSource:
         got=model,
         fix="Pass Engine('org/name'), Engine(config) or Engine(model).",
     )
+
+
+def _refuse_what_would_be_ignored(model: Any, config: EngineConfig, tokenizer: Any) -> None:
+    files, live = isinstance(model, str | Path), isinstance(model, nn.Module)
+    if config.model_path not in (None, str(model) if files else None):
+        raise ConfigError(
+            "model_path names another model than the one given", got=config.model_path, fix="Leave it out."
+        )
+    if config.revision is not None and not files:
+        raise ConfigError(
+            "revision is for hub ids, and the model is an object", got=config.revision, fix="Leave it out."
+        )
+    if not files and (config.load_format == "safetensors" or (live and config.load_format == "dummy")):
+        why = "a live model has its weights" if live else "a config has no files"
+        raise ConfigError(f"load_format must be auto: {why}", got=config.load_format, fix="Leave it out.")
+    if tokenizer is None:
+        return
+    if config.skip_tokenizer_init:
+        raise ConfigError("a tokenizer is given, and skip_tokenizer_init is True", fix="Drop one of them.")
+    if not (callable(tokenizer) and hasattr(tokenizer, "decode") and hasattr(tokenizer, "__len__")):
+        raise ConfigError(
+            "tokenizer must be a transformers tokenizer", got=tokenizer, fix="Pass AutoTokenizer's."
+        )
 
 
 def _from_files(model: str | Path, config: EngineConfig, tokenizer: Any) -> ModelSource:
@@ -101,7 +143,8 @@ def _from_module(module: nn.Module, config: EngineConfig, tokenizer: Any) -> Mod
             got=config.dtype,
             fix="Leave dtype out.",
         )
-    if config.device != "auto" and torch.device(config.device).type != first.device.type:
+    asked = first.device if config.device == "auto" else torch.device(config.device)
+    if asked.type != first.device.type or asked.index not in (None, first.device.index):
         raise ConfigError(
             f"the live model is on {first.device}, and shared weights do not move",
             got=config.device,
@@ -126,6 +169,12 @@ def _build(
     dtype: torch.dtype | None = None,
 ) -> ModelSource:
     spec = spec_from_config(hf_config)
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+        raise ConfigError(
+            f"max_model_len exceeds the model's {spec.max_position} positions",
+            got=config.max_model_len,
+            fix="Lower it, or leave it out.",
+        )
     store = WeightStore(
         slots(spec),
         dtype=dtype or resolve_dtype(config.dtype, hf_config),
@@ -140,13 +189,11 @@ def _build(
         decoder=Decoder(spec, store.weights),
         tokenizer=None,
         eos_ids=eos_ids,
-        shared=None,
     )
 
 
 def _randomise(source: ModelSource, config: EngineConfig) -> None:
     randomise(source.store, seed=config.seed, std=getattr(source.hf_config, "initializer_range", 0.02))
-    source.decoder.rebuild()
 
 
 def _device(config: EngineConfig) -> torch.device:

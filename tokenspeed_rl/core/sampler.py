@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from tokenspeed_rl_kernels.filters import filter_logits
-from tokenspeed_rl_kernels.sample import argmax, block_logsumexp, draw, scale_logits, token_logprob
 from torch import Tensor
 
 from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.requests import LOGPROB_KINDS
+from tokenspeed_rl_kernels.filters import filter_logits
+from tokenspeed_rl_kernels.sample import argmax, block_logsumexp, draw, scale_logits, token_logprob
+
+NOT_FINITE = "the model's logits are not finite"
 
 
 @dataclass(slots=True)
@@ -132,7 +134,7 @@ def _mark_faults(samples: list[Sample], sampling_total: Tensor, processed_total:
         strict=True,
     ):
         if not finite:
-            result.token, result.fault = -1, "the model's logits are not finite"
+            result.token, result.fault = -1, NOT_FINITE
         elif not possible:
             result.token, result.fault = -1, "bias and bans leave no token to draw"
 

@@ -54,6 +54,8 @@ class Scheduler:
         """Back to the queue without its pages."""
         self.running.remove(request)
         self._let_go(request)
+        if request.output_len == 0:
+            request.prompt_logprobs = []  # the prompt starts over
         self.num_retractions += 1
         self.add(request)
 
@@ -89,9 +91,7 @@ class Scheduler:
                 continue
             if request.computed == len(request.pages) * self.page_size and not self._extend(request):
                 continue
-            plan.decodes.append(request)
-        plan.decodes = [r for r in plan.decodes if r.status is Status.RUNNING]
-        for request in plan.decodes:
+            plan.decodes.append(request)  # for good: whoever is retracted from here on is younger
             self._keep_pages(request, request.computed + 1)
         return self.num_retractions > retractions
 
@@ -148,9 +148,8 @@ class Scheduler:
         return request.leader is None and request.output_len == 0 and request.remaining > 0
 
     def _prompt_key(self, request: Request) -> tuple[object, ...]:
-        asked = (
-            (request.wants.prompt_start, request.params.temperature) if request.wants_prompt_logprobs else ()
-        )
+        start = request.wants.prompt_start
+        asked = (start, request.params.temperature) if start >= 0 else ()
         return (tuple(request.tokens[: request.prompt_len]), asked)
 
     def _take_pages(self, request: Request) -> bool:
@@ -162,7 +161,7 @@ class Scheduler:
         pages, node = self.cache.match(request.tokens, request.reusable_prompt)
         needed = -(-len(request.tokens) // self.page_size) - len(pages)
         fits = needed + len(self.running) <= self.cache.num_available
-        fresh = self.cache.allocate(needed) if fits or not self.running else None
+        fresh = self.cache.allocate(needed) if fits else None
         if fresh is None:
             self.cache.release(pages)
             return False
@@ -182,7 +181,7 @@ class Scheduler:
             key = tuple(request.tokens[number * size : (number + 1) * size])
             node, request.pages[number] = self.cache.insert(node, key, request.pages[number])
         request.node = node
-        request.kept_pages = max(request.kept_pages, end // size)
+        request.kept_pages = end // size
 
     def _fork_followers(self, leader: Request, plan: StepPlan) -> None:
         """Followers get the computed prompt: full pages shared, the unfinished one copied."""
@@ -213,7 +212,5 @@ class Scheduler:
             self.running.remove(follower)
             self.add(follower)
         request.followers = []
-        if request.wants_prompt_logprobs:
-            request.prompt_logprobs.clear()  # the prompt starts over
         self.cache.release(request.pages)
         request.pages, request.node, request.computed, request.kept_pages = [], None, 0, 0

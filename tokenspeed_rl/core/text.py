@@ -8,10 +8,11 @@ REPLACEMENT = "�"
 
 def decode(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool) -> str:
     """Text of `ids`; ids the tokenizer doesn't have (a padded vocabulary's) give nothing."""
-    size = len(tokenizer)
-    known = [i for i in ids if i < size]
+    if not getattr(tokenizer, "is_fast", False):  # those fail on such ids, or make something up
+        size = len(tokenizer)
+        ids = [i for i in ids if i < size]
     text: str = tokenizer.decode(
-        known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
     return text
 
@@ -19,9 +20,8 @@ def decode(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool) -> str
 class IncrementalText:
     """Text of a growing token sequence.
 
-    Tokenizers decode a piece differently by what stands before it, so each new piece is the difference of two
-    decodes that begin at the same, already printed token. A piece that ends in an incomplete character is
-    held back.
+    Tokenizers decode a piece differently by what stands before it, so each new piece is what a decode that
+    begins at an already printed token has more than it had. An incomplete character at its end is held back.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
@@ -31,16 +31,21 @@ class IncrementalText:
         self._ids: list[int] = []
         self._anchor = 0
         self._read = 0
+        self._shown = 0
+        """Characters of the text from the anchor on that are in `text`."""
 
     def push(self, ids: Sequence[int]) -> str:
         """Append tokens; returns the text so far, whole characters only."""
         for token in ids:
             self._ids.append(token)
-            before = decode(self._tokenizer, self._ids[self._anchor : self._read], self._skip)
             now = decode(self._tokenizer, self._ids[self._anchor :], self._skip)
-            if len(now) > len(before) and not now.endswith(REPLACEMENT):
-                self.text += now[len(before) :]
-                self._anchor, self._read = self._read, len(self._ids)
+            whole = now.rstrip(REPLACEMENT)
+            if len(whole) > self._shown:
+                self.text += whole[self._shown :]
+                self._shown = len(whole)
+                if whole == now:
+                    self._anchor, self._read = self._read, len(self._ids)
+                    self._shown = len(decode(self._tokenizer, self._ids[self._anchor :], self._skip))
         return self.text
 
 

@@ -49,7 +49,14 @@ class RopeTable:
 
     def __init__(self, spec: RopeSpec) -> None:
         self._spec = spec
+        self._frequencies = inverse_frequencies(spec)
         self._table: Tensor | None = None
+
+    def follow(self, frequencies: Tensor | None) -> None:
+        """Use these [dim / 2] radians per position from now on; None: the spec's."""
+        spec = self._spec
+        self._frequencies = inverse_frequencies(spec) if frequencies is None else frequencies.float().cpu()
+        self._table = None
 
     def cos_sin(self, length: int, device: torch.device) -> Tensor:
         """[L, dim] float32 with L >= length: cos of the dim / 2 angles of each position, then sin.
@@ -63,8 +70,7 @@ class RopeTable:
         table = self._table
         if table is None or len(table) < length or table.device != device:
             rows = min(limit, max(1024, 1 << (length - 1).bit_length()))
-            frequencies = inverse_frequencies(self._spec)
-            angles = torch.arange(rows, dtype=torch.float32).unsqueeze(1) * frequencies
+            angles = torch.arange(rows, dtype=torch.float32).unsqueeze(1) * self._frequencies
             table = torch.cat((angles.cos(), angles.sin()), 1).mul_(self._spec.attention_factor).to(device)
             self._table = table
         return table

@@ -102,6 +102,10 @@ class Decoder:
             )
         return add_rms_norm(hidden, residual, self._one("norm"), spec.rms_eps)[0]
 
+    def follow_rope(self, frequencies: Tensor | None) -> None:
+        """Rotate by these [head_dim / 2] radians per position from now on; None: by those of the spec."""
+        self._rope.follow(frequencies)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, vocab_size] float32."""
         return linear(hidden, self._one("embed" if self.spec.tied else "lm_head")).float()
