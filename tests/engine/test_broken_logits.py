@@ -1,0 +1,132 @@
+"""A request whose logits are not finite ends alone; nobody else notices, and its KV is not kept."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+POISON = 7
+
+
+@pytest.fixture
+def poisoned(tiny):
+    """A model whose embedding of one token is NaN: whoever has it in the context has NaN logits."""
+    model = tiny.model()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON] = math.nan
+    return model
+
+
+@pytest.fixture
+def clean():
+    return [token for token in range(20, 57) if token != POISON]
+
+
+def assert_faulty(result, tokens=0):
+    meta = result["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort"
+    assert "finite" in meta["finish_reason"]["message"]
+    assert len(result["output_ids"]) == meta["completion_tokens"] == tokens
+    assert len(meta["output_token_logprobs"]) == tokens
+    assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": tokens}]
+
+
+@pytest.mark.parametrize("at", [0, 20, 36])
+@pytest.mark.parametrize("chunk", [8, 2048])
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_it_ends_alone(tiny, poisoned, clean, make_engine, at, chunk, temperature):
+    """F7: its neighbours of the same batch are exact, the engine lives, every page comes back."""
+    engine = make_engine(poisoned, page_size=4, chunked_prefill_size=chunk)
+    bad = [*clean[:at], POISON, *clean[at:]]
+    params = {"n": 2, "max_new_tokens": 12, "temperature": temperature, "logit_bias": {POISON: -math.inf}}
+    results = engine.generate(
+        input_ids=[clean, bad, clean[5:]], sampling_params=params, return_logprob=True, top_logprobs_num=1
+    )
+    assert_faulty(results[2])
+    assert_faulty(results[3])
+    for result, prompt in zip(results[:2] + results[4:], [clean] * 2 + [clean[5:]] * 2, strict=True):
+        assert result["meta_info"]["finish_reason"] == {"type": "length", "length": 12}
+        assert tiny.gap(poisoned, prompt, result, temperature) < 1e-4
+    state = tiny.state(engine)["pages"]
+    assert state["free"] + state["idle"] == state["total"]
+
+
+def test_its_prefix_is_not_cached(tiny, poisoned, clean, make_engine):
+    """F7: asked again nothing of it is found, and a prompt that begins alike is exact."""
+    engine = make_engine(poisoned, page_size=4)
+    bad = [*clean[:8], POISON, *clean[8:]]
+    params = {"max_new_tokens": 3, "temperature": 0}
+    for _ in range(2):
+        result = engine.generate(input_ids=bad, sampling_params=params, return_logprob=True)
+        assert_faulty(result)
+        assert result["meta_info"]["cached_tokens"] == 0
+    result = engine.generate(input_ids=clean, sampling_params=params, return_logprob=True)
+    assert tiny.gap(poisoned, clean, result) < 1e-4
+
+
+def test_a_prompt_that_is_only_scored_ends_so_too(tiny, poisoned, clean, make_engine):
+    """F7, F11: `max_new_tokens=0` draws nothing, but must not pass NaN off as logprobs, nor keep the KV."""
+    engine = make_engine(poisoned, page_size=4)
+    bad = [*clean, POISON, *clean]
+    params = {"max_new_tokens": 0}
+    for prompt in (bad, bad, clean):
+        result = engine.generate(
+            input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=0
+        )
+        if prompt is bad:
+            assert_faulty(result)
+            assert result["meta_info"]["cached_tokens"] == 0
+        else:
+            values = [value for value, _, _ in result["meta_info"]["input_token_logprobs"][1:]]
+            assert values == pytest.approx(tiny.ref_logprobs(poisoned, clean), abs=1e-4)
+
+
+def test_a_sample_that_turns_bad_keeps_what_it_has(tiny, poisoned, clean, make_engine):
+    """F7: the tokens before the fault stay, with their logprobs; of n samples only that one ends."""
+    poisoned.generation_config.eos_token_id = None
+    engine = make_engine(poisoned)
+    params = [
+        {"max_new_tokens": 9, "seed": 1, "logit_bias": {POISON: 100.0}},
+        {"max_new_tokens": 9, "seed": 1, "logit_bias": {POISON: -math.inf}},
+    ]
+    bad, good = engine.generate(input_ids=[clean, clean], sampling_params=params, return_logprob=True)
+    assert_faulty(bad, tokens=1)
+    assert bad["output_ids"] == [POISON]
+    assert len(good["output_ids"]) == 9
+    assert tiny.gap(poisoned, clean, good) < 1e-4
+
+
+def test_healed_by_an_update(tiny, poisoned, clean, make_engine):
+    """F7, D1: after the weights are right again the same prompt is answered exactly."""
+    engine = make_engine(poisoned)
+    prompt, params = [POISON, *clean], {"max_new_tokens": 4}
+    assert_faulty(engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True))
+    with torch.no_grad():
+        poisoned.model.embed_tokens.weight[POISON] = 0.1
+    engine.weights_changed()
+    result = engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+    assert tiny.gap(poisoned, prompt, result) < 1e-4
+
+
+def test_bias_that_leaves_nothing_to_draw_says_so(tiny, engine):
+    """F7: banning the whole vocabulary is that request's own fault, by another message."""
+    params = {"logit_bias": dict.fromkeys(range(256), -math.inf), "max_new_tokens": 2}
+    result = engine.generate(input_ids=[3], sampling_params=params)
+    reason = result["meta_info"]["finish_reason"]
+    assert (result["output_ids"], reason["type"]) == ([], "abort") and "bias" in reason["message"]
+
+
+@pytest.mark.parametrize("max_new", [0, 2])
+def test_a_window_that_has_passed_the_fault_does_not_hide_it(tiny, make_engine, max_new):
+    """F7, F9: where the last position no longer sees the fault, the prompt's logprobs still tell."""
+    model = tiny.model("mistral", sliding_window=4)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[POISON] = math.nan
+    engine, prompt = make_engine(model, page_size=4), [1, POISON, *range(20, 60)]
+    params = {"max_new_tokens": max_new}
+    result = engine.generate(
+        input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=0
+    )
+    assert_faulty(result)

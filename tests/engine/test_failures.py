@@ -1,0 +1,316 @@
+"""Failures reach those they belong to: the loop's everybody, chained; a command's or a caller's its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from tokenspeed_rl import Engine
+from tokenspeed_rl.errors import (
+    EngineDeadError,
+    EngineStateError,
+    EngineTimeoutError,
+    OutOfMemoryError,
+    RequestError,
+    WeightsInvalidError,
+)
+from tokenspeed_rl.requests import GenerateReqInput
+
+WAIT = 20.0
+GREEDY = {"temperature": 0, "max_new_tokens": 4}
+
+
+class Broken(RuntimeError):
+    """What a test makes the engine's insides raise."""
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def counting(tiny: Any) -> Any:
+    """A model whose greedy output after token t is t + 1, t + 2 ..."""
+    return tiny.successor()
+
+
+@pytest.fixture(scope="module")
+def counter(counting: Any) -> Iterator[Engine]:
+    with Engine(counting, max_total_tokens=1024) as engine:
+        yield engine
+
+
+def break_forward(engine: Engine) -> None:
+    def forward(*_: Any) -> Any:
+        raise Broken("in the forward")
+
+    engine.client._core.source.decoder.forward = forward  # type: ignore[method-assign]
+
+
+def break_scheduler(engine: Engine) -> None:
+    def schedule() -> Any:
+        raise Broken("in the scheduler")
+
+    engine.client._core.scheduler.schedule = schedule  # type: ignore[method-assign]
+
+
+def break_queue(engine: Engine) -> None:
+    def remove(_: Any) -> None:
+        raise Broken("in the queue")
+
+    engine.client._core.scheduler.remove = remove  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(("insides", "lost"), [(break_forward, 4), (break_scheduler, 3), (break_queue, 2)])
+def test_an_exception_in_the_loop(
+    counting: Any,
+    make_engine: Any,
+    step_gate: Any,
+    pool: Any,
+    insides: Callable[[Engine], None],
+    lost: int,
+) -> None:
+    """G3: an exception in the loop reaches every waiter of every kind as EngineDeadError with the cause
+    chained, later calls raise the same, nobody hangs, and shutdown still works."""
+    engine = make_engine(counting)
+    ask: dict[str, Any] = dict(sampling_params={"max_new_tokens": 100})
+
+    async def awaiting() -> Any:
+        return await engine.async_generate(input_ids=[3], **ask)
+
+    with step_gate(engine) as gate:
+        stream = engine.generate(input_ids=[1], **ask, stream=True)
+        gate.step()
+        gate.wait()
+        waiting = [
+            pool.submit(engine.generate, input_ids=[2], rid="gone", **ask),
+            pool.submit(engine.generate, input_ids=[[2], [3]], **ask),
+            pool.submit(lambda: asyncio.run(awaiting())),
+            pool.submit(engine.flush_cache),
+        ]
+        gate.submitted(4)
+        gate.commanded(2)
+        insides(engine)
+        if insides is break_queue:
+            engine.abort("gone")
+        gate.open()
+        outcomes = []
+        for waiter in waiting:
+            try:
+                outcomes.append(waiter.result(WAIT))
+            except EngineDeadError as error:
+                outcomes.append(error)
+        tokens: list[int] = []
+        with pytest.raises(EngineDeadError) as caught:
+            for message in stream:
+                tokens += message["output_ids"]
+    assert tokens, "what was there before is delivered"
+    errors = [outcome for outcome in outcomes if isinstance(outcome, EngineDeadError)]
+    assert len(errors) == lost, "what was served before the failure keeps its result"
+    for error in (*errors, caught.value):
+        assert isinstance(error.__cause__, Broken) and "Broken: in the" in str(error)
+    assert len({id(error) for error in errors}) == len(errors), "each has its own, with its own traceback"
+    calls: list[Callable[[], Any]] = [
+        lambda: engine.generate(input_ids=[1]),
+        lambda: engine.generate(input_ids=[1], stream=True),
+        engine.flush_cache,
+        engine.weights_changed,
+        engine.get_load,
+        engine.get_internal_state,
+        lambda: asyncio.run(awaiting()),
+    ]
+    for call in calls:
+        with pytest.raises(EngineDeadError) as later:
+            call()
+        assert later.value.__cause__ is errors[0].__cause__
+    engine.abort()
+    assert not engine.is_paused() and not engine.is_sleeping()
+    loop_thread = engine.client._core.loop._thread
+    engine.shutdown()
+    assert not loop_thread.is_alive()
+
+
+def test_a_failed_engine_beside_a_good_one(counting: Any, make_engine: Any, counter: Engine) -> None:
+    """G3, G9: a dead engine leaves another one on the same module alone, and a new one can be made."""
+    engine = make_engine(counting)
+    break_forward(engine)
+    with pytest.raises(EngineDeadError):
+        engine.generate(input_ids=[1])
+    assert counter.generate(input_ids=[1], sampling_params=GREEDY)["output_ids"] == [2, 3, 4, 5]
+    assert make_engine(counting).generate(input_ids=[1], sampling_params=GREEDY)["output_ids"] == [2, 3, 4, 5]
+
+
+def test_a_failing_command(counter: Engine, step_gate: Any, pool: Any) -> None:
+    """The exception of a control call reaches its caller alone; requests in flight and the engine go on."""
+    with step_gate(counter) as gate:
+        running = pool.submit(counter.generate, input_ids=[5], sampling_params=GREEDY)
+        gate.step()
+        gate.wait()
+        failing = pool.submit(counter.get_weights_by_name, "model.layers.7.nothing")
+        other = pool.submit(counter.flush_cache)
+        gate.commanded(2)
+        gate.open()
+        with pytest.raises(RequestError, match="no such parameter"):
+            failing.result(WAIT)
+        assert other.result(WAIT).success
+        assert running.result(WAIT)["output_ids"] == [6, 7, 8, 9]
+
+
+def test_a_failing_witness(counter: Engine, tiny: Any, pool: Any) -> None:
+    """What a caller's own `on_finish` raises, even SystemExit, reaches that caller; its other samples are
+    aborted, everyone else goes on."""
+    for raised in (Broken("mine"), SystemExit(3), KeyboardInterrupt(), TimeoutError("mine")):
+
+        def fail(raised: BaseException = raised) -> None:
+            raise raised
+
+        beside = pool.submit(counter.generate, input_ids=[5], sampling_params=GREEDY)
+        obj = GenerateReqInput(
+            input_ids=[[1], [2]], rid=["a", "b"], sampling_params=[GREEDY, {"max_new_tokens": 200}]
+        )
+        stream = counter.client.submit(obj, on_finish=fail)
+        with pytest.raises(type(raised)) as caught:
+            counter.llm.run(stream.result(timeout=WAIT), timeout=WAIT)
+        assert not isinstance(caught.value, EngineTimeoutError)
+        assert beside.result(WAIT)["output_ids"] == [6, 7, 8, 9]
+        assert counter.get_load()[0].num_reqs == 0
+    counter.flush_cache()
+    counter.flush_cache()
+    assert tiny.state(counter)["pages"]["free"] == tiny.state(counter)["pages"]["total"]
+
+
+def test_a_witness_sees_every_end(counter: Engine) -> None:
+    """`on_finish` is called once for each sample, on the event loop of whoever waits, also in a stream."""
+    for stream in (False, True):
+        threads: list[threading.Thread] = []
+        obj = GenerateReqInput(input_ids=[[1], [2]], sampling_params={**GREEDY, "n": 3}, stream=stream)
+
+        async def read(obj: GenerateReqInput = obj, threads: list[threading.Thread] = threads) -> None:
+            def note() -> None:
+                threads.append(threading.current_thread())
+
+            async for _ in counter.client.submit(obj, on_finish=note):
+                pass
+
+        asyncio.run(read())
+        assert threads == [threading.current_thread()] * 6
+
+
+@pytest.mark.parametrize(
+    "raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), Broken()], ids=repr
+)
+def test_a_failing_coroutine(counter: Engine, pool: Any, raised: BaseException) -> None:
+    """Whatever a coroutine given to `LLM.run` raises comes out of `run`; the other callers go on."""
+    started, go_on = threading.Event(), asyncio.Event()
+
+    async def fail() -> None:
+        raise raised
+
+    async def stay() -> str:
+        started.set()
+        await go_on.wait()
+        return "stayed"
+
+    async def release() -> None:
+        go_on.set()
+
+    beside = pool.submit(counter.llm.run, stay())
+    assert started.wait(WAIT)
+    kind = type(raised) if not isinstance(raised, asyncio.CancelledError) else BaseException
+    with pytest.raises(kind) as caught:
+        counter.llm.run(fail(), timeout=WAIT)
+    assert not isinstance(caught.value, EngineTimeoutError)
+    counter.llm.run(release())
+    assert beside.result(WAIT) == "stayed"
+    assert counter.generate(input_ids=[5], sampling_params=GREEDY)["output_ids"] == [6, 7, 8, 9]
+
+
+def test_no_memory_for_the_cache(counting: Any, make_engine: Any) -> None:
+    """No room for the KV cache: OutOfMemoryError with bytes wanted and free, and a later call tries again."""
+    engine = make_engine(counting, max_total_tokens=None, max_running_requests=1, reserve_bytes=1 << 60)
+    for _ in range(2):
+        with pytest.raises(OutOfMemoryError) as caught:
+            engine.generate(input_ids=[1])
+        assert caught.value.wanted > 0 and caught.value.free > 0
+    engine.client.server_args.reserve_bytes = 0
+    assert engine.generate(input_ids=[5], sampling_params=GREEDY)["output_ids"] == [6, 7, 8, 9]
+
+
+def test_a_shared_module_that_was_broken(tiny: Any, make_engine: Any, step_gate: Any, pool: Any) -> None:
+    """Weights that turn out to be no longer shared stop the engine, not kill it: blocking calls raise
+    WeightsInvalidError at once, requests in flight wait, and all goes on when the module is shared again."""
+    model = tiny.successor()
+    engine = make_engine(model)
+    with step_gate(engine) as gate:
+        running = pool.submit(engine.generate, input_ids=[5], sampling_params=GREEDY)
+        gate.step(2)
+        gate.wait()
+        with torch.no_grad():
+            model.lm_head.weight.data = model.lm_head.weight.data.clone()
+        failing = pool.submit(engine.weights_changed)
+        gate.commanded(2)
+        gate.open()
+        with pytest.raises(WeightsInvalidError, match="lm_head"):
+            failing.result(WAIT)
+    for call in (
+        lambda: engine.generate(input_ids=[1]),
+        lambda: engine.generate(input_ids=[1], stream=True),
+        lambda: asyncio.run(engine.async_generate(input_ids=[1])),
+        engine.weights_checksum,
+        engine.named_parameters,
+    ):
+        with pytest.raises(WeightsInvalidError):
+            call()
+    assert not running.done() and engine.get_load()[0].num_reqs == 1
+    assert "invalid" in tiny.state(engine)["validity"]
+    engine.share_weights(model)
+    result = running.result(WAIT)
+    assert result["output_ids"] == [6, 7, 8, 9]
+    assert [span["end"] for span in result["meta_info"]["weight_versions"]] == [3, 4]
+
+
+def test_an_unhealthy_server(counter: Engine, step_gate: Any, pool: Any) -> None:
+    """`mark_server_unhealthy` refuses new requests, of both faces, until `mark_server_up`; those in flight
+    and other calls go on."""
+    with step_gate(counter) as gate:
+        running = pool.submit(counter.generate, input_ids=[5], sampling_params=GREEDY)
+        gate.wait()
+        counter.client.mark_server_unhealthy()
+        for call in (
+            lambda: counter.generate(input_ids=[1]),
+            lambda: counter.generate(input_ids=[1], stream=True),
+            lambda: asyncio.run(counter.async_generate(input_ids=[1])),
+        ):
+            with pytest.raises(EngineStateError, match="unhealthy"):
+                call()
+        assert counter.get_load()[0].num_reqs == 1
+        assert counter.get_internal_state()[0]["status"] == "unhealthy"
+        gate.open()
+        assert running.result(WAIT)["output_ids"] == [6, 7, 8, 9]
+    counter.client.mark_server_up()
+    assert counter.generate(input_ids=[5], sampling_params=GREEDY)["output_ids"] == [6, 7, 8, 9]
+
+
+def test_a_command_whose_event_loop_is_closed(counter: Engine, step_gate: Any, caplog: Any) -> None:
+    """A control call whose event loop was closed meanwhile bothers nobody: no failure, no log line."""
+    loop = asyncio.new_event_loop()
+    with step_gate(counter) as gate, caplog.at_level(logging.DEBUG):
+        stream = counter.generate(input_ids=[5], sampling_params=GREEDY, stream=True)
+        gate.wait()
+        task = loop.create_task(counter.client.flush_cache())
+        loop.run_until_complete(asyncio.sleep(0))
+        gate.commanded()
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        loop.close()
+        gate.open()
+        assert [t for message in stream for t in message["output_ids"]] == [6, 7, 8, 9]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -1,0 +1,372 @@
+"""Engine: the blocking API that trainer code calls."""
+
+import dataclasses
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tokenspeed_rl.async_llm import AsyncLLM
+from tokenspeed_rl.config import EngineConfig
+from tokenspeed_rl.errors import EngineShutdownError, RequestError, nearest
+from tokenspeed_rl.llm import LLM
+from tokenspeed_rl.prompts import chat_ids
+from tokenspeed_rl.requests import (
+    CloseSessionReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    EmbeddingReqInput,
+    FlushCacheReqOutput,
+    GenerateReqInput,
+    GetLoadReqOutput,
+    GetWeightsByNameReqInput,
+    InitWeightsUpdateGroupReqInput,
+    OpenSessionReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    SetInternalStateReq,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from tokenspeed_rl.sampling_params import SamplingParams, check_timeout
+from tokenspeed_rl.weights import Receipt, watch
+
+R = TypeVar("R")
+Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
+
+
+class Engine:
+    """Generates inside the trainer's process; any method may be called from any thread while another
+    generates.
+
+    Args:
+        model: a Hugging Face directory or hub id (safetensors), a transformers config (seeded random
+        weights), or a
+            live transformers causal LM, whose parameters are then shared, not copied.
+        tokenizer: a transformers tokenizer; None takes the one in the model's directory, if there is one.
+        config: settings; `overrides` are `EngineConfig` fields that win over it.
+        process_group: reserved for tensor parallelism; only None in this version.
+
+    Raises:
+        ConfigError, WeightUpdateError: this engine can't be built; a live model is left as it was.
+
+    `client` is its AsyncLLM (the `EngineClient`), `llm` its LLM. Where the client returns a refusal, these
+    methods raise its typed error.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        config: EngineConfig | None = None,
+        process_group: Any = None,
+        **overrides: Any,
+    ) -> None:
+        self.client = AsyncLLM(
+            model, tokenizer=tokenizer, config=config, process_group=process_group, **overrides
+        )
+        self.llm = LLM(self.client)
+
+    # Generation
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params = None,
+        *,
+        input_ids: Any = None,
+        return_logprob: bool = False,
+        stream: bool = False,
+        wait: bool = False,
+        timeout: float | None = None,
+        use_tqdm: bool = False,
+        **request_fields: Any,
+    ) -> Any:
+        """Generate from one prompt (a dict comes back) or a list of prompts, or `n > 1` (a list comes back).
+
+        Args:
+            prompt: text; or `input_ids`: token ids. Exactly one of the two.
+            sampling_params: for all prompts, or a list with one for each.
+            return_logprob: return the logprob of every output token.
+            stream: return an iterator of messages as tokens come; the requests are submitted at this call.
+            wait: wait for valid weights instead of raising.
+            timeout: seconds, after which the requests are aborted. Not for streams.
+            use_tqdm: show a progress bar that counts samples. Not for streams.
+            request_fields: other fields of `GenerateReqInput`.
+
+        Raises:
+            RequestError: malformed, or can never be served; nothing was queued.
+            WeightsInvalidError: no complete set of weights. EngineTimeoutError: the timeout passed.
+        """
+        obj = self._request(prompt, sampling_params, input_ids, return_logprob, stream, request_fields)
+        check_timeout(timeout)
+        if not wait:
+            self.client.require_runnable()
+        if stream:
+            if timeout is not None or use_tqdm:
+                raise RequestError(
+                    "timeout and use_tqdm are not for streams", fix="Leave them out, or stream=False."
+                )
+            return self.llm.generate_stream(obj)
+        if use_tqdm:
+            return self._generate_with_bar(obj, timeout)
+        return self.llm.run(self.client.generate(obj, timeout=timeout))
+
+    async def async_generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        sampling_params: Params = None,
+        *,
+        input_ids: Any = None,
+        return_logprob: bool = False,
+        stream: bool = False,
+        wait: bool = False,
+        timeout: float | None = None,
+        **request_fields: Any,
+    ) -> Any:
+        """As `generate`, from a coroutine on any event loop; with `stream` an asynchronous iterator comes
+        back."""
+        obj = self._request(prompt, sampling_params, input_ids, return_logprob, stream, request_fields)
+        if not wait:
+            self.client.require_runnable()
+        if stream:
+            if timeout is not None:
+                raise RequestError("timeout is not for streams", fix="Leave it out, or stream=False.")
+            messages: AsyncIterator[Any] = self.client.generate_request(obj)
+            return messages
+        return await self.client.generate(obj, timeout=timeout)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: Params = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        **generate_arguments: Any,
+    ) -> Any:
+        """Generate the next message of one conversation, or of a list of them.
+
+        The tokenizer's chat template (or `chat_template`) makes the prompt; with `continue_final_message` the
+        last message is gone on with. `generate_arguments` are those of `generate`.
+        """
+        ids = chat_ids(
+            self.client.tokenizer,
+            messages,
+            tools=tools,
+            chat_template=chat_template,
+            continue_final_message=continue_final_message,
+            template_kwargs=chat_template_kwargs or {},
+        )
+        return self.generate(sampling_params=sampling_params, input_ids=ids, **generate_arguments)
+
+    def encode(self, prompt: str | Sequence[str] | None = None, *, input_ids: Any = None) -> Any:
+        """Embeddings or scores. Raises UnavailableError in this version."""
+        return self.llm.generate(EmbeddingReqInput(text=prompt, input_ids=input_ids))
+
+    def abort(self, rid: str | None = None) -> None:
+        """End a request now, with what it has; None: all. Unknown or finished: no-op."""
+        if rid is None:
+            self.client.abort_all()
+        else:
+            self.client.abort_request(rid)
+
+    # Weights
+
+    def share_weights(self, module: nn.Module) -> Receipt:
+        """Read the weights of the live `module` from now on. See `AsyncLLM.share_weights`."""
+        return self._call(self.client.share_weights(module))
+
+    def weights_changed(self, version: str | None = None) -> Receipt:
+        """The trainer wrote the shared weights in place. See `AsyncLLM.weights_changed`."""
+        return self._call(self.client.weights_changed(version))
+
+    def watch(self, optimizer: Any) -> RemovableHandle:
+        """Call `weights_changed` after every step of `optimizer`, on its thread, until `remove()` of the
+        handle or the end of the engine, which the trainer may well outlive."""
+
+        def changed() -> None:
+            with suppress(EngineShutdownError):
+                self.weights_changed()
+
+        return watch(optimizer, changed)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of every weight, ties once: the live weights themselves, not to be
+        written."""
+        return self.client.named_parameters()
+
+    def weights_checksum(self) -> str:
+        """Digest of the weights, as `tokenspeed_rl.weights.checksum` gives it for the same tensors."""
+        return self._call(self.client.weights_checksum())
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
+        """The first rows of a parameter as nested lists of floats."""
+        obj = GetWeightsByNameReqInput(name=name, truncate_size=truncate_size)
+        return self._call(self.client.get_weights_by_name(obj))
+
+    def update_weights_from_tensor(self, named_tensors: Any, **fields: Any) -> Any:
+        """Raises UnavailableError in this version."""
+        obj = UpdateWeightsFromTensorReqInput(named_tensors=named_tensors, **fields)
+        return self._call(self.client.update_weights_from_tensor(obj))
+
+    def update_weights_from_distributed(
+        self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], **fields: Any
+    ) -> Any:
+        """Raises UnavailableError in this version."""
+        obj = UpdateWeightsFromDistributedReqInput(
+            names=names, dtype_names=dtype_names, shapes=shapes, **fields
+        )
+        return self._call(self.client.update_weights_from_distributed(obj))
+
+    def update_weights_from_disk(self, path: str, **fields: Any) -> Any:
+        """Raises UnavailableError in this version."""
+        return self._call(
+            self.client.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path=path, **fields))
+        )
+
+    def init_weights_update_group(self, **fields: Any) -> Any:
+        """Raises UnavailableError in this version."""
+        return self._call(self.client.init_weights_update_group(InitWeightsUpdateGroupReqInput(**fields)))
+
+    def destroy_weights_update_group(self, group_name: str) -> Any:
+        """Raises UnavailableError in this version."""
+        obj = DestroyWeightsUpdateGroupReqInput(group_name=group_name)
+        return self._call(self.client.destroy_weights_update_group(obj))
+
+    # State
+
+    def flush_cache(self) -> FlushCacheReqOutput:
+        """Forget all cached prefixes."""
+        return self._call(self.client.flush_cache())
+
+    def get_load(self) -> list[GetLoadReqOutput]:
+        """See `AsyncLLM.get_load`."""
+        return self._call(self.client.get_load())
+
+    def get_internal_state(self) -> list[dict[Any, Any]]:
+        """See `AsyncLLM.get_internal_state`."""
+        return self._call(self.client.get_internal_state())
+
+    def set_internal_state(self, **fields: Any) -> list[bool]:
+        """Raises UnavailableError in this version."""
+        return self._call(self.client.set_internal_state(SetInternalStateReq(**fields)))
+
+    def is_paused(self) -> bool:
+        """Whether admission is paused."""
+        return self.client.paused
+
+    def is_sleeping(self) -> bool:
+        """Whether any memory is released."""
+        return self.client.sleeping
+
+    def pause(self, mode: str = "abort") -> bool:
+        """Raises UnavailableError in this version."""
+        return self._call(self.client.pause_scheduler(mode=mode))
+
+    def resume(self) -> bool:
+        """Lift a pause; nothing to do on a running engine."""
+        return self._call(self.client.resume_scheduler())
+
+    def release_memory_occupation(self, tags: str | Sequence[str] | None = None) -> None:
+        """Raises UnavailableError in this version."""
+        self._call(self.client.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags)))
+
+    def resume_memory_occupation(self, tags: str | Sequence[str] | None = None) -> None:
+        """Raises UnavailableError in this version."""
+        self._call(self.client.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags)))
+
+    def memory_report(self) -> dict[str, Any]:
+        """Raises UnavailableError in this version."""
+        raise self.client.lacking("memory_report")
+
+    def paused(self, mode: str = "abort") -> AbstractContextManager[None]:
+        """Raises UnavailableError in this version."""
+        raise self.client.lacking("paused")
+
+    def resident(self, *tags: str) -> AbstractContextManager[None]:
+        """Raises UnavailableError in this version."""
+        raise self.client.lacking("resident")
+
+    def open_session(self, capacity_of_str_len: int, session_id: str | None = None) -> str | None:
+        """Raises UnavailableError in this version."""
+        obj = OpenSessionReqInput(capacity_of_str_len=capacity_of_str_len, session_id=session_id)
+        return self._call(self.client.open_session(obj))
+
+    def close_session(self, session_id: str) -> None:
+        """Raises UnavailableError in this version."""
+        self._call(self.client.close_session(CloseSessionReqInput(session_id=session_id)))
+
+    def start_profile(self, **fields: Any) -> Any:
+        """Raises UnavailableError in this version."""
+        return self._call(self.client.start_profile(**fields))
+
+    def stop_profile(self) -> Any:
+        """Raises UnavailableError in this version."""
+        return self._call(self.client.stop_profile())
+
+    def start_expert_distribution_record(self) -> None:
+        """Raises UnavailableError in this version."""
+        self._call(self.client.start_expert_distribution_record())
+
+    def stop_expert_distribution_record(self) -> None:
+        """Raises UnavailableError in this version."""
+        self._call(self.client.stop_expert_distribution_record())
+
+    def dump_expert_distribution_record(self) -> None:
+        """Raises UnavailableError in this version."""
+        self._call(self.client.dump_expert_distribution_record())
+
+    # End
+
+    def shutdown(self) -> None:
+        """End the engine and free what is its own; whoever waits gets EngineShutdownError. Idempotent."""
+        self.client.shutdown()
+        self.llm.shutdown()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _call(self, coro: Coroutine[Any, Any, R]) -> R:
+        """Run one of the client's members; a refusal raises its error."""
+        reply = self.llm.run(coro)
+        first = reply[0] if isinstance(reply, (tuple, list)) and reply else reply
+        if first is False and self.client.refusal is not None:
+            raise self.client.refusal
+        return reply
+
+    @staticmethod
+    def _request(
+        prompt: Any, params: Params, input_ids: Any, logprob: bool, stream: bool, fields: dict[str, Any]
+    ) -> GenerateReqInput:
+        names = {field.name for field in dataclasses.fields(GenerateReqInput)}
+        for name in fields:
+            if name not in names:
+                raise RequestError(f"{name!r} is no field of a request. {nearest(name, names)}")
+        return GenerateReqInput(
+            text=prompt,
+            input_ids=input_ids,
+            sampling_params=params,
+            return_logprob=logprob,
+            stream=stream,
+            **fields,
+        )
+
+    def _generate_with_bar(self, obj: GenerateReqInput, timeout: float | None) -> Any:
+        from tqdm.auto import tqdm  # only where a bar is asked for
+
+        with tqdm(unit="sample") as bar:
+            stream = self.client.submit(obj, on_finish=lambda: bar.update(1))
+            bar.total = stream.num_samples
+            return self.llm.run(stream.result(timeout))

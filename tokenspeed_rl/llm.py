@@ -1,0 +1,164 @@
+"""LLM: the synchronous face of an AsyncLLM, for code that blocks."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+from tokenspeed_rl.async_llm import AsyncLLM
+from tokenspeed_rl.errors import EngineShutdownError, EngineStateError, EngineTimeoutError, RequestError
+from tokenspeed_rl.requests import EmbeddingReqInput, GenerateReqInput
+from tokenspeed_rl.sampling_params import check_timeout
+
+R = TypeVar("R")
+JOIN_SECONDS = 10.0
+"""How long shutdown waits for cancelled coroutines."""
+UNWIND_SECONDS = 1.0
+"""How long a caller that gives up waits for its cancelled coroutine."""
+
+
+class LLM:
+    """Runs coroutines on one event loop of its own, on a daemon thread. Any thread may call, several at
+    once."""
+
+    def __init__(self, async_llm: AsyncLLM) -> None:
+        self.async_llm = async_llm
+        self._closed = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._pending: set[concurrent.futures.Future[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=_serve, args=(self._loop,), name="tokenspeed_rl-llm", daemon=True
+        )
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread, self._pid)
+
+    def run(self, coro: Coroutine[Any, Any, R], timeout: float | None = None) -> R:
+        """Run `coro` to its end and return its result. Interrupted, or after `timeout` seconds, it is
+        cancelled.
+
+        Raises:
+            RequestError: not a coroutine, or no timeout. EngineTimeoutError: the timeout passed.
+            EngineShutdownError: after or during `shutdown`.
+            EngineStateError: called on the event loop's own thread, where waiting would never end, or in a
+                forked child, which has no such thread.
+        """
+        if not asyncio.iscoroutine(coro):
+            raise RequestError("run() takes a coroutine", got=coro, fix="Pass llm.run(client.flush_cache()).")
+        try:
+            check_timeout(timeout)
+            future = self._schedule(coro)
+        except BaseException:
+            coro.close()
+            raise
+        try:
+            return _result(future, timeout)
+        except concurrent.futures.CancelledError:
+            if self._closed:
+                raise EngineShutdownError("the LLM was shut down while this was going on") from None
+            raise
+        finally:
+            if not future.done():
+                self._withdraw(future)
+
+    def generate(self, obj: GenerateReqInput | EmbeddingReqInput, timeout: float | None = None) -> Any:
+        """The final result of `obj`, also of a streaming one: a dict, or a list as `generate_request`
+        says."""
+        return self.run(self.async_llm.generate(obj), timeout)
+
+    def generate_stream(self, obj: GenerateReqInput) -> Iterator[dict[str, Any]]:
+        """The messages of `generate_request`, one by one. Dropping the iterator aborts the request."""
+        return self._iterate(self.async_llm.generate_request(obj))
+
+    def _iterate(self, stream: Any) -> Iterator[dict[str, Any]]:
+        try:
+            while True:
+                try:
+                    message = self.run(stream.asend(None))
+                except StopAsyncIteration:
+                    return
+                yield message
+        finally:
+            stream.abandon()
+
+    def shutdown(self) -> None:
+        """End the facade, not the AsyncLLM behind it; whoever waits in it gets EngineShutdownError.
+        Idempotent."""
+        with self._lock:
+            self._closed = True
+            pending = list(self._pending)
+        for future in pending:
+            future.cancel()  # its caller is woken even if the coroutine won't end
+        self._finalizer()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(JOIN_SECONDS)  # another thread's call may be the one that ends it
+
+    def _schedule(self, coro: Coroutine[Any, Any, R]) -> "concurrent.futures.Future[R]":
+        if os.getpid() != self._pid:
+            raise EngineStateError(
+                "this engine lives in the parent of this forked process", fix="Use it there only."
+            )
+        if threading.current_thread() is self._thread:
+            raise EngineStateError(
+                "run() was called from a coroutine that run() runs", fix="Await it instead."
+            )
+        with self._lock:  # what is scheduled before the loop is told to stop is cancelled, not lost
+            if self._closed:
+                raise EngineShutdownError("this LLM has been shut down; make a new one")
+            future = asyncio.run_coroutine_threadsafe(coro, self._loop)
+            self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+
+    def _withdraw(self, future: "concurrent.futures.Future[Any]") -> None:
+        """Cancel, and give the coroutine a moment to let go of what it holds: its requests, its rids."""
+        future.cancel()
+        unwound = threading.Event()
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and cancelled everything
+            self._loop.call_soon_threadsafe(self._loop.call_soon, unwound.set)
+            unwound.wait(UNWIND_SECONDS)
+
+
+def _result(future: "concurrent.futures.Future[R]", timeout: float | None) -> R:
+    try:
+        return future.result(timeout)
+    except TimeoutError:
+        if not future.done():
+            raise EngineTimeoutError(f"not done after {timeout} s; it was cancelled") from None
+    return future.result()  # a TimeoutError of its own, or it was done at the last moment
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        _run_until_stopped(loop)
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks, timeout=JOIN_SECONDS))
+    finally:
+        loop.close()
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    while True:
+        try:
+            return loop.run_forever()
+        except (KeyboardInterrupt, SystemExit):  # raised by one task: its caller gets it, the others go on
+            continue
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
+    if os.getpid() != pid:  # a forked child has no such thread
+        return
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join(JOIN_SECONDS)
