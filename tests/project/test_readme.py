@@ -1,0 +1,30 @@
+"""The README's promises, kept by running them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever pastes the README's Python, block after block, gets what it shows."""
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.M | re.S)
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+
+
+def test_make_targets_and_paths_exist() -> None:
+    """Every `make` target and every file of the project that the README names is there."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"\bmake ([a-z-]+)", README)) <= targets
+    named = re.findall(
+        r"`((?:benchmarks|configs|docs|kernels|recipes|tests|tokenspeed_rl)/[\w./-]*)`", README
+    )
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", README)
+    assert [path for path in named + links if not (ROOT / path).exists()] == []
