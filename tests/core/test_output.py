@@ -110,7 +110,7 @@ def test_forms_of_what_was_asked(new_request: Callable[..., Request], tokenizer:
     assert (meta["sampling_mask"], meta["hidden_states"]) == ([[6, 8]], [[1.0]])
 
     request.wants = Wants(logprob=True, kinds=("raw",))
-    meta = result(request, None)["meta_info"]
+    meta = result(request, tokenizer)["meta_info"]
     assert set(meta) == ALWAYS | {"output_token_logprobs_raw"}
     assert meta["output_token_logprobs_raw"] == [(-1.25, 6, None)]
     request.wants = Wants()
