@@ -141,7 +141,7 @@ class UnavailableMembers:
         """Raises UnavailableError."""
         raise self.lacking("dump_expert_distribution_record")
 
-    def _refusal(self, member: str, *rest: Any) -> Any:  # a Reply, which type checkers cannot see as a tuple of fixed length
+    def _refusal(self, member: str, *rest: Any) -> Any:  # a Reply: no tuple of fixed length to type checkers
         error = self.lacking(member)
         self.refusal = error
         return Reply((False, str(error), *rest), report=error)

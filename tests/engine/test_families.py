@@ -110,7 +110,7 @@ def test_half_precision_follows_its_own_model(tiny, make_engine, tmp_path):
 
 
 def test_a_cast_module_is_followed_in_its_rounded_rotation(tiny, make_engine):
-    """Contract 6: `.to(bfloat16)` rounds the rotary frequencies too; the engine rotates as the module does."""
+    """Contract 6: `.to(bfloat16)` rounds the rotary frequencies too; the engine rotates as the module."""
     model = tiny.model("qwen3", head_dim=64, max_position_embeddings=2048).to(torch.bfloat16)
     prompt = tiny.prompt(1500)
     params = {"max_new_tokens": 0}
