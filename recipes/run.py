@@ -16,12 +16,20 @@ from tokenspeed_rl.tracking import Tracker
 
 SHOWN = 5
 RECORDED = 20
+SHARES = ("greedy_accuracy", "sampled_accuracy", "share_", "wrong_")
 
 
 def drawn(batch: TrajectoryBatch) -> list[tuple[str, str, float]]:
     """(question, response, reward) of each sample of a rollout of problems."""
     rewards = batch.rewards.tolist()
     return [(s.prompt.question, s.text, reward) for s, reward in zip(batch.samples, rewards, strict=True)]
+
+
+def shown(value: float | list[float], *, share: bool) -> str:
+    """A number of a summary, shares in percent; a pair is before -> after."""
+    if isinstance(value, list):
+        return " -> ".join(shown(each, share=share) for each in value)
+    return f"{value:.1%}" if share else f"{value:,.0f}"
 
 
 class Run:
@@ -89,32 +97,25 @@ class Run:
     def finish(
         self, before: Accuracy, after: Accuracy, *, facts: Mapping[str, float | int]
     ) -> dict[str, Any]:
-        """Writes curve.png and summary.json, shows the summary, and returns it. `facts` are shown by name."""
+        """Writes curve.png and summary.json, shows and returns the summary, which begins with `facts`."""
         summary: dict[str, Any] = {
+            **facts,
             "greedy_accuracy": [before.greedy, after.greedy],
             "sampled_accuracy": [before.sampled, after.sampled],
-            **facts,
-            "seconds": time.perf_counter() - self._started,
         }
-        for name, value in facts.items():
-            self.say(
-                f"{name.replace('_', ' ')}: {value:,.1%}"
-                if isinstance(value, float)
-                else f"{name.replace('_', ' ')}: {value:,}"
-            )
-        self.say(f"greedy accuracy: {before.greedy:.1%} -> {after.greedy:.1%}")
-        self.say(f"sampled accuracy: {before.sampled:.1%} -> {after.sampled:.1%}")
         if self.tokens:
+            learning = sum(self.seconds.values())
             summary["tokens_per_second"] = self.tokens / self.seconds["generate"]
-            summary["share_of_time_generating"] = self.seconds["generate"] / sum(self.seconds.values())
-            summary["seconds_learning"] = sum(self.seconds.values())
-            self.say(f"tokens per second: {summary['tokens_per_second']:,.0f}")
-            self.say(f"share of time generating: {summary['share_of_time_generating']:.1%}")
-        self.say(f"seconds: {summary['seconds']:.0f}")
-        self.say(f"written: {self.folder}")
+            summary["share_of_time_generating"] = self.seconds["generate"] / learning
+            summary["seconds_learning"] = learning
+        summary["seconds"] = time.perf_counter() - self._started
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         if self.tracker.history:
             self.tracker.plot(self.curves, title=self.folder.name)
+        self.display.stop()
+        for name, value in summary.items():
+            self.say(f"{name.replace('_', ' ')}: {shown(value, share=name.startswith(SHARES))}")
+        self.say(f"written: {self.folder}")
         return summary
 
     def __enter__(self) -> Self:

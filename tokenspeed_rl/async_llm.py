@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from tokenspeed_rl.config import EngineConfig, from_overrides
@@ -34,8 +35,7 @@ class AsyncLLM(UnavailableMembers, EngineClient):
 
     Args:
         model: a Hugging Face directory or hub id (safetensors), a transformers config (seeded random
-        weights), or a
-            live transformers causal LM, whose parameters are then shared, not copied.
+            weights), or a live transformers causal LM, whose parameters are then shared, not copied.
         tokenizer: a transformers tokenizer; None takes the one in the model's directory, if there is one.
         config: settings; `overrides` are `EngineConfig` fields that win over it.
         process_group: reserved for tensor parallelism; only None in this version.
@@ -180,16 +180,18 @@ class AsyncLLM(UnavailableMembers, EngineClient):
 
     async def get_weights_by_name(self, obj: GetWeightsByNameReqInput) -> Any:
         """The first `truncate_size` rows of a parameter by its Hugging Face name, as nested lists of
-        floats."""
+        floats. Fused names, tied names and wrappers' prefixes are understood."""
         rows = check_integer("truncate_size", obj.truncate_size, low=0)
 
         def read() -> Any:
-            for name, tensor in self.named_parameters():
-                if name == obj.name:
-                    return tensor[:rows].float().tolist()
-            raise RequestError(
-                "no such parameter", got=obj.name, fix="Names are those of the Hugging Face model."
-            )
+            self.require_runnable()
+            store = self._core.source.store
+            target = store.names.resolve(obj.name) if isinstance(obj.name, str) else None
+            if target is None:
+                raise RequestError(
+                    "no such parameter", got=obj.name, fix="Names are those of the Hugging Face model."
+                )
+            return torch.cat([part[:rows] for part in store.parts(target)])[:rows].float().tolist()
 
         return await self._command(read)
 
@@ -252,7 +254,7 @@ class AsyncLLM(UnavailableMembers, EngineClient):
         """`sleeping`, also after shutdown."""
         return self.sleeping
 
-    async def get_load(self) -> list[GetLoadReqOutput]:
+    def load(self) -> list[GetLoadReqOutput]:
         """Unfinished samples, how many of them are not running, and pages in use."""
         self.check_alive()
         core = self._core
@@ -264,7 +266,11 @@ class AsyncLLM(UnavailableMembers, EngineClient):
             )
         ]
 
-    async def get_internal_state(self) -> list[dict[Any, Any]]:
+    async def get_load(self) -> list[GetLoadReqOutput]:
+        """`load`."""
+        return self.load()
+
+    def internal_state(self) -> list[dict[Any, Any]]:
         """Settings, the three axes of state, queues, cache and totals, as of now."""
         self.check_alive()
         state = self._core.snapshot()
@@ -276,6 +282,10 @@ class AsyncLLM(UnavailableMembers, EngineClient):
                 **state,
             }
         ]
+
+    async def get_internal_state(self) -> list[dict[Any, Any]]:
+        """`internal_state`."""
+        return self.internal_state()
 
     def check_alive(self) -> None:
         """Raises EngineShutdownError or EngineDeadError once the engine has ended."""

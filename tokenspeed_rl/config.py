@@ -51,13 +51,13 @@ class EngineConfig:
     reserve_bytes: int = 0
     """Bytes of the free memory that are left to the trainer before that share is taken."""
     chunked_prefill_size: int = 2048
-    """Most tokens computed in one step; longer prompts are prefilled in chunks."""
+    """Most prompt tokens computed in one step, beside one per decoding sample; longer prompts take more."""
     enable_prefix_caching: bool = True
     """Reuse the KV of finished requests for prompts that begin alike under the same weights."""
     attention_backend: str = "auto"
-    """"auto" (Triton on CUDA where the layer supports it, else torch) or "torch"."""
+    """"auto" or "torch"; in this version both are plain torch, on every device."""
     enable_cuda_graph: bool = True
-    """Capture decode steps where the device has a graph path; where it has none (CPU), do nothing."""
+    """Capture decode steps where the device has a graph path; in this version none has: it does nothing."""
     deterministic: bool = False
     """Bitwise equal logprobs for every batch composition; only False in this version."""
     seed: int = 0

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a progress bar, and above it a table with a row per step."""
+"""What a run shows while it goes: progress bars, and above them a table with a row per step."""
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -51,6 +51,7 @@ class Display:
             ) from error
         self.columns = tuple(columns)
         self._rows = 0
+        self._running = False
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=40),
@@ -77,14 +78,21 @@ class Display:
         """Text above the bars, as it is: no markup, no wrapping."""
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def stop(self) -> None:
+        """Leaves the bars as they are; what `line` writes from now on comes below. Idempotent."""
+        if self._running:
+            self._running = False
+            self._progress.stop()
+
     def __enter__(self) -> Self:
+        self._running = True
         self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self.stop()
 
 
 class Bar:

@@ -1,5 +1,6 @@
 """Engine: the blocking API that trainer code calls."""
 
+import copy
 import dataclasses
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -44,8 +45,7 @@ class Engine:
 
     Args:
         model: a Hugging Face directory or hub id (safetensors), a transformers config (seeded random
-        weights), or a
-            live transformers causal LM, whose parameters are then shared, not copied.
+            weights), or a live transformers causal LM, whose parameters are then shared, not copied.
         tokenizer: a transformers tokenizer; None takes the one in the model's directory, if there is one.
         config: settings; `overrides` are `EngineConfig` fields that win over it.
         process_group: reserved for tensor parallelism; only None in this version.
@@ -111,7 +111,7 @@ class Engine:
                 raise RequestError(
                     "timeout and use_tqdm are not for streams", fix="Leave them out, or stream=False."
                 )
-            return self.llm.generate_stream(obj)
+            return self.llm.generate_stream(obj, wait=wait)
         if use_tqdm:
             return self._generate_with_bar(obj, timeout)
         return self.llm.run(self.client.generate(obj, timeout=timeout))
@@ -247,12 +247,12 @@ class Engine:
         return self._call(self.client.flush_cache())
 
     def get_load(self) -> list[GetLoadReqOutput]:
-        """See `AsyncLLM.get_load`."""
-        return self._call(self.client.get_load())
+        """See `AsyncLLM.load`. At once, whatever else the facade is busy with."""
+        return self.client.load()
 
     def get_internal_state(self) -> list[dict[Any, Any]]:
-        """See `AsyncLLM.get_internal_state`."""
-        return self._call(self.client.get_internal_state())
+        """See `AsyncLLM.internal_state`. At once, as `get_load`."""
+        return self.client.internal_state()
 
     def set_internal_state(self, **fields: Any) -> list[bool]:
         """Raises UnavailableError in this version."""
@@ -343,7 +343,7 @@ class Engine:
         reply = self.llm.run(coro)
         first = reply[0] if isinstance(reply, (tuple, list)) and reply else reply
         if first is False and self.client.refusal is not None:
-            raise self.client.refusal
+            raise copy.copy(self.client.refusal)  # the kept one must not hold the caller's frames
         return reply
 
     @staticmethod

@@ -66,13 +66,24 @@ class LLM:
             if not future.done():
                 self._withdraw(future)
 
-    def generate(self, obj: GenerateReqInput | EmbeddingReqInput, timeout: float | None = None) -> Any:
+    def generate(
+        self, obj: GenerateReqInput | EmbeddingReqInput, timeout: float | None = None, *, wait: bool = False
+    ) -> Any:
         """The final result of `obj`, also of a streaming one: a dict, or a list as `generate_request`
-        says."""
+        says.
+
+        Raises:
+            WeightsInvalidError: no complete set of weights, and not `wait`: who blocks would never bring it.
+        """
+        if not wait:
+            self.async_llm.require_runnable()
         return self.run(self.async_llm.generate(obj), timeout)
 
-    def generate_stream(self, obj: GenerateReqInput) -> Iterator[dict[str, Any]]:
-        """The messages of `generate_request`, one by one. Dropping the iterator aborts the request."""
+    def generate_stream(self, obj: GenerateReqInput, *, wait: bool = False) -> Iterator[dict[str, Any]]:
+        """The messages of `generate_request`, one by one. Dropping the iterator aborts the request. Raises as
+        `generate`."""
+        if not wait:
+            self.async_llm.require_runnable()
         return self._iterate(self.async_llm.generate_request(obj))
 
     def _iterate(self, stream: Any) -> Iterator[dict[str, Any]]:
@@ -114,7 +125,6 @@ class LLM:
             self._pending.add(future)
         future.add_done_callback(self._pending.discard)
         return future
-
 
     def _withdraw(self, future: "concurrent.futures.Future[Any]") -> None:
         """Cancel, and give the coroutine a moment to let go of what it holds: its requests, its rids."""

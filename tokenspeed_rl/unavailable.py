@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from tokenspeed_rl.core.engine_core import EngineCore
 from tokenspeed_rl.errors import TokenSpeedError, UnavailableError
 from tokenspeed_rl.requests import (
     CloseSessionReqInput,
@@ -44,12 +45,11 @@ class UnavailableMembers:
     refusal: TokenSpeedError | None = None
     """Why the last call that was refused was."""
 
-    def check_alive(self) -> None:
-        """Raises EngineShutdownError or EngineDeadError once the engine has ended."""
+    _core: EngineCore
 
     def lacking(self, member: str) -> UnavailableError:
         """The error of a member that this version lacks, for as long as the engine lives."""
-        self.check_alive()
+        self._core.loop.check_alive()
         return unavailable(member)
 
     async def pause_scheduler(self, *, mode: str = "abort") -> bool:
@@ -58,7 +58,7 @@ class UnavailableMembers:
 
     async def resume_scheduler(self) -> bool:
         """True: nothing is ever paused."""
-        self.check_alive()
+        self._core.loop.check_alive()
         return True
 
     async def set_internal_state(self, obj: SetInternalStateReq) -> list[bool]:

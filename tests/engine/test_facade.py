@@ -148,7 +148,7 @@ def test_run_within_its_own_event_loop(counter: Engine) -> None:
         lambda: next(counter.generate(input_ids=[1], stream=True)),
         lambda: counter.llm.generate(GenerateReqInput(input_ids=[1])),
         counter.flush_cache,
-        counter.get_load,
+        counter.weights_checksum,
     ]
     for call in calls:
         with pytest.raises(EngineStateError, match="Await it instead"):
@@ -156,7 +156,7 @@ def test_run_within_its_own_event_loop(counter: Engine) -> None:
     other = LLM(counter.client)
     result = counter.llm.run(inside(lambda: other.generate(GenerateReqInput(input_ids=[1]))), timeout=WAIT)
     assert result["output_ids"]
-    assert counter.get_load()[0].num_reqs == 0
+    assert counter.llm.run(inside(counter.get_load), timeout=WAIT)[0].num_reqs == 0  # it waits for nothing
 
     async def awaited() -> Any:
         return await counter.async_generate(input_ids=[1], sampling_params=GREEDY)

@@ -14,7 +14,10 @@ import torch
 
 from tokenspeed_rl import Engine
 
-ASK = {"input_ids": [5, 6, 7, 8], "sampling_params": {"seed": 3, "max_new_tokens": 9, "top_k": 9}}
+ASK = {
+    "input_ids": [5, 6, 7, 8],
+    "sampling_params": {"seed": 3, "max_new_tokens": 9, "top_k": 9, "temperature": 0.7},
+}
 
 
 def process_state():
@@ -117,3 +120,12 @@ def test_every_dtype_and_mode_of_the_caller_gives_the_same(usual, lent):
     assert result["output_ids"] == usual["output_ids"]
     triples = (each["meta_info"]["output_token_logprobs"] for each in (result, usual))
     assert [value for value, _, _ in next(triples)] == pytest.approx([value for value, _, _ in next(triples)])
+
+
+def test_the_default_device_of_the_caller_is_not_used(tiny, usual):
+    """F14: under `torch.set_default_device`, too, everything lies on the engine's device."""
+    with torch.device("meta"), Engine(tiny.config(), device="cpu", max_total_tokens=4096) as engine:
+        assert engine.weights_checksum()
+    model = tiny.model("qwen3")
+    with torch.device("meta"), Engine(model, max_total_tokens=4096) as engine:
+        assert engine.generate(**ASK, return_logprob=True)["output_ids"] == usual["output_ids"]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tokenspeed_rl.errors import ConfigError, EngineStateError, WeightsInvalidError
+from tokenspeed_rl.requests import GenerateReqInput
 from tokenspeed_rl.weights import checksum
 
 K = "model.layers.1.self_attn.k_proj.weight"
@@ -181,8 +182,15 @@ def test_a_hook_is_raised_by_name_until_it_is_removed(tiny, make_engine):
     handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigError, match=r"model\.layers\.1\.mlp"):
         engine.weights_changed()
-    with pytest.raises(WeightsInvalidError, match=r"model\.layers\.1\.mlp"):
-        engine.generate(input_ids=prompt)
+    obj = GenerateReqInput(input_ids=prompt)
+    blocking = (
+        lambda: engine.generate(input_ids=prompt),
+        lambda: engine.llm.generate(obj),
+        lambda: engine.llm.generate_stream(obj),
+    )
+    for call in blocking:
+        with pytest.raises(WeightsInvalidError, match=r"model\.layers\.1\.mlp"):
+            call()
     handle.remove()
     engine.weights_changed()
     assert ask(tiny, model, engine, prompt) == 0

@@ -241,6 +241,7 @@ def test_hammer(tiny: Any, make_engine: Any, pool: Any) -> None:
     each, on a cache too small for all: every output is right, or a right beginning where it was aborted,
     and at the end every page is back."""
     engine = make_engine(tiny.successor(), page_size=4, max_total_tokens=160, max_running_requests=6)
+    engine.generate(input_ids=[1], sampling_params=GREEDY)  # maps the cache
     barrier, seen = threading.Barrier(8), Counter[str]()
 
     def check(prompt: list[int], result: dict[str, Any]) -> None:

@@ -81,3 +81,13 @@ def test_lines_are_not_wrapped_nor_read_as_markup() -> None:
     text = out.getvalue()
     assert "[bold]" + "x" * 100 in text
     assert "1/2" in text and "loss 1.5" in text
+
+
+def test_what_comes_after_stop_is_below_the_bars() -> None:
+    """A run ends with its summary, not with its bars."""
+    out = io.StringIO()
+    with Display(console=Console(file=out, width=60)) as display:
+        display.bar("steps", 1).advance()
+        display.stop()
+        display.line("the end")
+    assert out.getvalue().rstrip().endswith("the end")

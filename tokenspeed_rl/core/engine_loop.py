@@ -179,9 +179,12 @@ class EngineLoop:
 
     def _run(self) -> None:
         torch.set_grad_enabled(False)  # a property of this thread alone
+        taken: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
         try:
             while not self._closing:
-                for command, future in self._take_inbox():
+                taken = self._take_inbox()
+                while taken:
+                    command, future = taken.popleft()
                     if future is None:
                         command()  # the loop's own: if it fails, so does the loop
                     else:
@@ -190,10 +193,10 @@ class EngineLoop:
                     self._step()
         except BaseException as error:
             with self.lock:
-                if self._closing:
-                    return  # nobody is left to tell
-                self._cause = error
-                self._fail_all(partial(_dead, error))
+                if not self._closing:
+                    self._cause = error
+                self._inbox.extendleft(reversed(taken))  # behind the command that failed
+                self._fail_all(partial(_dead, error))  # when closing, all but these were told
 
     def _take_inbox(self) -> "deque[tuple[Callable[[], Any], Future[Any] | None]]":
         """What has arrived; waits for something to do."""

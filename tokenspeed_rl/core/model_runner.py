@@ -138,7 +138,7 @@ class ModelRunner:
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             part = hidden[start : start + PROMPT_LOGPROB_ROWS]
             ids = torch.tensor(targets[start : start + PROMPT_LOGPROB_ROWS], device=self.device)
-            heat = torch.full((len(ids),), temperature, device=self.device)
+            heat = torch.full((len(ids),), temperature, dtype=torch.float32, device=self.device)
             logits = scale_logits(self.decoder.logits(part), heat)
             result += token_logprob(logits, ids, block_logsumexp(logits)).tolist()
         return result

@@ -4,9 +4,8 @@ Three distributions of a row, each a log-softmax:
 
 - raw: of the logits as the model gave them;
 - sampling: of logits / temperature;
-- processed: what is drawn from, in this order: repetition, frequency and presence penalties, bias, bans (ids
-that would
-  end a sample too early), temperature, top-k, top-p, min-p.
+- processed: what is drawn from, in this order: repetition, frequency and presence penalties, bias, bans
+  (ids that would end a sample too early), temperature, top-k, top-p, min-p.
 
 At temperature 0 the draw is the processed argmax (lowest id on ties) and all three kinds are the raw ones.
 """
@@ -39,7 +38,9 @@ class Sample:
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
     """Draw one token per row of `logits` [N, V] float32 for the request of that row."""
-    temperature = torch.tensor([r.params.temperature for r in requests], device=logits.device)
+    # Dtypes are said: the process's default is the trainer's, and bfloat16 knows no 0.7.
+    heats = [r.params.temperature for r in requests]
+    temperature = torch.tensor(heats, dtype=torch.float32, device=logits.device)
     greedy = temperature == 0
     adjusted = adjust(logits, requests)
     sampling = scale_logits(logits, temperature)
@@ -92,7 +93,7 @@ def _adjust_row(row: Tensor, request: Request) -> None:
         row[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
     if (p.frequency_penalty or p.presence_penalty) and request.output_len:
         ids, counts = torch.tensor(request.output_ids, device=device).unique(return_counts=True)
-        row[ids] -= p.frequency_penalty * counts + p.presence_penalty
+        row[ids] -= p.frequency_penalty * counts.to(row.dtype) + p.presence_penalty
     if p.logit_bias:
         ids = torch.tensor(list(p.logit_bias), device=device)
         row[ids] += torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=device)
@@ -106,10 +107,15 @@ def _filter(scaled: Tensor, requests: Sequence[Request]) -> Tensor:
         return scaled
     off = [p.temperature == 0 for p in params]
     device = scaled.device
-    top_k = torch.tensor([-1 if o else p.top_k for p, o in zip(params, off, strict=True)], device=device)
-    top_p = torch.tensor([1.0 if o else p.top_p for p, o in zip(params, off, strict=True)], device=device)
-    min_p = torch.tensor([0.0 if o else p.min_p for p, o in zip(params, off, strict=True)], device=device)
-    return filter_logits(scaled, top_k, top_p, min_p)
+    top_k = [-1 if o else p.top_k for p, o in zip(params, off, strict=True)]
+    top_p = [1.0 if o else p.top_p for p, o in zip(params, off, strict=True)]
+    min_p = [0.0 if o else p.min_p for p, o in zip(params, off, strict=True)]
+    return filter_logits(
+        scaled,
+        torch.tensor(top_k, device=device),
+        torch.tensor(top_p, dtype=torch.float32, device=device),
+        torch.tensor(min_p, dtype=torch.float32, device=device),
+    )
 
 
 def _draw(

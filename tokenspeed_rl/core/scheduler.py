@@ -48,6 +48,8 @@ class Scheduler:
             self._let_go(request)
         elif request.status is Status.WAITING:
             self._num_waiting -= 1  # its queue entry is dropped when it comes up
+            if not self._num_waiting:
+                self._queue.clear()
         request.status = Status.FINISHED
 
     def retract(self, request: Request) -> None:

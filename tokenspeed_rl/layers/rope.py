@@ -70,7 +70,7 @@ class RopeTable:
         table = self._table
         if table is None or len(table) < length or table.device != device:
             rows = min(limit, max(1024, 1 << (length - 1).bit_length()))
-            angles = torch.arange(rows, dtype=torch.float32).unsqueeze(1) * self._frequencies
+            angles = torch.arange(rows, dtype=torch.float32, device="cpu").unsqueeze(1) * self._frequencies
             table = torch.cat((angles.cos(), angles.sin()), 1).mul_(self._spec.attention_factor).to(device)
             self._table = table
         return table
@@ -78,7 +78,7 @@ class RopeTable:
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
     """[dim / 2] float32 on the CPU: radians per position of each pair of dimensions."""
-    wavelengths = spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim)
+    wavelengths = spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.float32, device="cpu") / spec.dim)
     if spec.kind == "linear":
         return 1.0 / wavelengths / spec.factor
     if spec.kind == "yarn":
@@ -112,7 +112,8 @@ def _yarn(spec: RopeSpec, wavelengths: Tensor) -> Tensor:
     low, high = max(low, 0), min(high, spec.dim - 1)
     if low == high:
         high += 0.001
-    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    pairs = torch.arange(spec.dim // 2, dtype=torch.float32, device="cpu")
+    ramp = ((pairs - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (spec.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 

@@ -21,7 +21,7 @@ def load_checkpoint(store: WeightStore, directory: Path) -> Receipt:
     """Read the safetensors checkpoint in `directory` into the store, one tensor at a time, cast to its dtype.
 
     All headers are read and judged before the first byte is written: each weight of the model exactly once.
-        The store's first weights are then valid.
+    The store's first weights are then valid.
 
     Raises:
         ConfigError: the files are missing, damaged, quantised, or in another format.
@@ -60,14 +60,15 @@ def randomise(store: WeightStore, *, seed: int, std: float) -> Receipt:
     """
     began = time.perf_counter()
     store.allocate()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     for slot in store.slots:
         (fused,) = store.weights[slot.name]
         constant = _constant(slot)
         if constant is not None:
             fused.fill_(constant)
         else:
-            fused.copy_(torch.empty(slot.shape, dtype=torch.float32).normal_(0.0, std, generator=generator))
+            drawn = torch.empty(slot.shape, dtype=torch.float32, device="cpu")
+            fused.copy_(drawn.normal_(0.0, std, generator=generator))
     store.version.start()
     seconds = time.perf_counter() - began
     return store.receipt(loaded=store.names.hf_names, nbytes=store.nbytes, seconds=seconds, kind="random")

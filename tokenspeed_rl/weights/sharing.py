@@ -118,7 +118,8 @@ class _Place:
 class SharedWeights:
     """The standing agreement between a live module and a store: what is shared, and whether it still holds.
 
-    Owned by the engine; it keeps the module alive. All calls come from the thread that owns the store.
+    Owned by the engine; it keeps the module alive. `check_storage` may be called from any thread, the rest
+    from the one that owns the store.
     """
 
     def __init__(self, root: nn.Module, store: WeightStore, classes: Collection[str], seconds: float) -> None:
