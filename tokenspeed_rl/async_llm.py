@@ -122,9 +122,7 @@ class AsyncLLM(UnavailableMembers, EngineClient):
             EngineTimeoutError: not done after `timeout` seconds; its requests were aborted.
         """
         check_timeout(timeout)
-        if isinstance(obj, GenerateReqInput) and obj.stream:
-            obj = dataclasses.replace(obj, stream=False)
-        return await self.generate_request(obj).result(timeout)
+        return await self.submit(without_stream(obj)).result(timeout)
 
     def abort_request(self, rid: str) -> None:
         """End every sample of `rid` now, with what it has; unknown or finished: no-op."""
@@ -313,6 +311,11 @@ class AsyncLLM(UnavailableMembers, EngineClient):
     async def _command(self, command: Callable[[], R]) -> R:
         """Run `command` on the loop's thread between two steps."""
         return await asyncio.wrap_future(self._core.loop.call(command))
+
+
+def without_stream(obj: Any) -> Any:
+    """The request, asking for its whole result at once."""
+    return dataclasses.replace(obj, stream=False) if isinstance(obj, GenerateReqInput) and obj.stream else obj
 
 
 def _checked_rid(rid: str) -> str:

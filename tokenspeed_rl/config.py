@@ -71,7 +71,8 @@ class EngineConfig:
     load_format: str = "auto"
     """"auto" and "safetensors" read safetensors files; "dummy": seeded random weights, every byte written."""
     log_level: str = "warning"
-    """Of the `tokenspeed_rl` logger's children of this engine: debug, info, warning, error or critical."""
+    """From which level on this engine's messages reach the `tokenspeed_rl` logger's handlers: debug, info,
+    warning, error or critical."""
 
     def validate(self) -> None:
         """Check every field.

@@ -1,11 +1,10 @@
 """Engine: the blocking API that trainer code calls."""
 
-import copy
 import dataclasses
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -16,30 +15,19 @@ from tokenspeed_rl.errors import EngineShutdownError, RequestError, nearest
 from tokenspeed_rl.llm import LLM
 from tokenspeed_rl.prompts import chat_ids
 from tokenspeed_rl.requests import (
-    CloseSessionReqInput,
-    DestroyWeightsUpdateGroupReqInput,
-    EmbeddingReqInput,
     FlushCacheReqOutput,
     GenerateReqInput,
     GetLoadReqOutput,
     GetWeightsByNameReqInput,
-    InitWeightsUpdateGroupReqInput,
-    OpenSessionReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    SetInternalStateReq,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromTensorReqInput,
 )
 from tokenspeed_rl.sampling_params import SamplingParams, check_timeout
+from tokenspeed_rl.unavailable import UnavailableVerbs
 from tokenspeed_rl.weights import Receipt, watch
 
-R = TypeVar("R")
 Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
 
 
-class Engine:
+class Engine(UnavailableVerbs):
     """Generates inside the trainer's process; any method may be called from any thread while another
     generates.
 
@@ -56,6 +44,8 @@ class Engine:
     `client` is its AsyncLLM (the `EngineClient`), `llm` its LLM. Where the client returns a refusal, these
     methods raise its typed error.
     """
+
+    client: AsyncLLM
 
     def __init__(
         self,
@@ -114,7 +104,7 @@ class Engine:
             return self.llm.generate_stream(obj, wait=wait)
         if use_tqdm:
             return self._generate_with_bar(obj, timeout)
-        return self.llm.run(self.client.generate(obj, timeout=timeout))
+        return self.llm.generate(obj, timeout, wait=wait)
 
     async def async_generate(
         self,
@@ -166,10 +156,6 @@ class Engine:
         )
         return self.generate(sampling_params=sampling_params, input_ids=ids, **generate_arguments)
 
-    def encode(self, prompt: str | Sequence[str] | None = None, *, input_ids: Any = None) -> Any:
-        """Embeddings or scores. Raises UnavailableError in this version."""
-        return self.llm.generate(EmbeddingReqInput(text=prompt, input_ids=input_ids))
-
     def abort(self, rid: str | None = None) -> None:
         """End a request now, with what it has; None: all. Unknown or finished: no-op."""
         if rid is None:
@@ -181,11 +167,11 @@ class Engine:
 
     def share_weights(self, module: nn.Module) -> Receipt:
         """Read the weights of the live `module` from now on. See `AsyncLLM.share_weights`."""
-        return self._call(self.client.share_weights(module))
+        return self.llm.run(self.client.share_weights(module))
 
     def weights_changed(self, version: str | None = None) -> Receipt:
         """The trainer wrote the shared weights in place. See `AsyncLLM.weights_changed`."""
-        return self._call(self.client.weights_changed(version))
+        return self.llm.run(self.client.weights_changed(version))
 
     def watch(self, optimizer: Any) -> RemovableHandle:
         """Call `weights_changed` after every step of `optimizer`, on its thread, until `remove()` of the
@@ -204,47 +190,18 @@ class Engine:
 
     def weights_checksum(self) -> str:
         """Digest of the weights, as `tokenspeed_rl.weights.checksum` gives it for the same tensors."""
-        return self._call(self.client.weights_checksum())
+        return self.llm.run(self.client.weights_checksum())
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
         """The first rows of a parameter as nested lists of floats."""
         obj = GetWeightsByNameReqInput(name=name, truncate_size=truncate_size)
-        return self._call(self.client.get_weights_by_name(obj))
-
-    def update_weights_from_tensor(self, named_tensors: Any, **fields: Any) -> Any:
-        """Raises UnavailableError in this version."""
-        obj = UpdateWeightsFromTensorReqInput(named_tensors=named_tensors, **fields)
-        return self._call(self.client.update_weights_from_tensor(obj))
-
-    def update_weights_from_distributed(
-        self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], **fields: Any
-    ) -> Any:
-        """Raises UnavailableError in this version."""
-        obj = UpdateWeightsFromDistributedReqInput(
-            names=names, dtype_names=dtype_names, shapes=shapes, **fields
-        )
-        return self._call(self.client.update_weights_from_distributed(obj))
-
-    def update_weights_from_disk(self, path: str, **fields: Any) -> Any:
-        """Raises UnavailableError in this version."""
-        return self._call(
-            self.client.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path=path, **fields))
-        )
-
-    def init_weights_update_group(self, **fields: Any) -> Any:
-        """Raises UnavailableError in this version."""
-        return self._call(self.client.init_weights_update_group(InitWeightsUpdateGroupReqInput(**fields)))
-
-    def destroy_weights_update_group(self, group_name: str) -> Any:
-        """Raises UnavailableError in this version."""
-        obj = DestroyWeightsUpdateGroupReqInput(group_name=group_name)
-        return self._call(self.client.destroy_weights_update_group(obj))
+        return self.llm.run(self.client.get_weights_by_name(obj))
 
     # State
 
     def flush_cache(self) -> FlushCacheReqOutput:
         """Forget all cached prefixes."""
-        return self._call(self.client.flush_cache())
+        return self.llm.run(self.client.flush_cache())
 
     def get_load(self) -> list[GetLoadReqOutput]:
         """See `AsyncLLM.load`. At once, whatever else the facade is busy with."""
@@ -254,10 +211,6 @@ class Engine:
         """See `AsyncLLM.internal_state`. At once, as `get_load`."""
         return self.client.internal_state()
 
-    def set_internal_state(self, **fields: Any) -> list[bool]:
-        """Raises UnavailableError in this version."""
-        return self._call(self.client.set_internal_state(SetInternalStateReq(**fields)))
-
     def is_paused(self) -> bool:
         """Whether admission is paused."""
         return self.client.paused
@@ -266,62 +219,9 @@ class Engine:
         """Whether any memory is released."""
         return self.client.sleeping
 
-    def pause(self, mode: str = "abort") -> bool:
-        """Raises UnavailableError in this version."""
-        return self._call(self.client.pause_scheduler(mode=mode))
-
     def resume(self) -> bool:
         """Lift a pause; nothing to do on a running engine."""
-        return self._call(self.client.resume_scheduler())
-
-    def release_memory_occupation(self, tags: str | Sequence[str] | None = None) -> None:
-        """Raises UnavailableError in this version."""
-        self._call(self.client.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags)))
-
-    def resume_memory_occupation(self, tags: str | Sequence[str] | None = None) -> None:
-        """Raises UnavailableError in this version."""
-        self._call(self.client.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags)))
-
-    def memory_report(self) -> dict[str, Any]:
-        """Raises UnavailableError in this version."""
-        raise self.client.lacking("memory_report")
-
-    def paused(self, mode: str = "abort") -> AbstractContextManager[None]:
-        """Raises UnavailableError in this version."""
-        raise self.client.lacking("paused")
-
-    def resident(self, *tags: str) -> AbstractContextManager[None]:
-        """Raises UnavailableError in this version."""
-        raise self.client.lacking("resident")
-
-    def open_session(self, capacity_of_str_len: int, session_id: str | None = None) -> str | None:
-        """Raises UnavailableError in this version."""
-        obj = OpenSessionReqInput(capacity_of_str_len=capacity_of_str_len, session_id=session_id)
-        return self._call(self.client.open_session(obj))
-
-    def close_session(self, session_id: str) -> None:
-        """Raises UnavailableError in this version."""
-        self._call(self.client.close_session(CloseSessionReqInput(session_id=session_id)))
-
-    def start_profile(self, **fields: Any) -> Any:
-        """Raises UnavailableError in this version."""
-        return self._call(self.client.start_profile(**fields))
-
-    def stop_profile(self) -> Any:
-        """Raises UnavailableError in this version."""
-        return self._call(self.client.stop_profile())
-
-    def start_expert_distribution_record(self) -> None:
-        """Raises UnavailableError in this version."""
-        self._call(self.client.start_expert_distribution_record())
-
-    def stop_expert_distribution_record(self) -> None:
-        """Raises UnavailableError in this version."""
-        self._call(self.client.stop_expert_distribution_record())
-
-    def dump_expert_distribution_record(self) -> None:
-        """Raises UnavailableError in this version."""
-        self._call(self.client.dump_expert_distribution_record())
+        return self.llm.run(self.client.resume_scheduler())
 
     # End
 
@@ -337,14 +237,6 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-    def _call(self, coro: Coroutine[Any, Any, R]) -> R:
-        """Run one of the client's members; a refusal raises its error."""
-        reply = self.llm.run(coro)
-        first = reply[0] if isinstance(reply, (tuple, list)) and reply else reply
-        if first is False and self.client.refusal is not None:
-            raise copy.copy(self.client.refusal)  # the kept one must not hold the caller's frames
-        return reply
 
     @staticmethod
     def _request(
@@ -368,5 +260,8 @@ class Engine:
 
         with tqdm(unit="sample") as bar:
             stream = self.client.submit(obj, on_finish=lambda: bar.update(1))
-            bar.total = stream.num_samples
-            return self.llm.run(stream.result(timeout))
+            try:
+                bar.total = stream.num_samples
+                return self.llm.run(stream.result(timeout))
+            finally:
+                stream.abandon()

@@ -5,11 +5,12 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
-from tokenspeed_rl.async_llm import AsyncLLM
+from tokenspeed_rl.async_llm import AsyncLLM, without_stream
 from tokenspeed_rl.errors import EngineShutdownError, EngineStateError, EngineTimeoutError, RequestError
 from tokenspeed_rl.requests import EmbeddingReqInput, GenerateReqInput
 from tokenspeed_rl.sampling_params import check_timeout
@@ -67,17 +68,30 @@ class LLM:
                 self._withdraw(future)
 
     def generate(
-        self, obj: GenerateReqInput | EmbeddingReqInput, timeout: float | None = None, *, wait: bool = False
+        self,
+        obj: GenerateReqInput | EmbeddingReqInput,
+        timeout: float | None = None,
+        *,
+        wait: bool = False,
     ) -> Any:
-        """The final result of `obj`, also of a streaming one: a dict, or a list as `generate_request`
-        says.
+        """The final result of `obj`, also of a streaming one: a dict, or a list as `generate_request` says.
+
+        Prompts are tokenised on the caller's thread, within the timeout.
 
         Raises:
+            EngineTimeoutError: not done after `timeout` seconds; its requests were aborted.
             WeightsInvalidError: no complete set of weights, and not `wait`: who blocks would never bring it.
         """
+        check_timeout(timeout)
+        started = time.monotonic()
         if not wait:
             self.async_llm.require_runnable()
-        return self.run(self.async_llm.generate(obj), timeout)
+        stream = self.async_llm.submit(without_stream(obj))
+        try:
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+            return self.run(stream.result(left))
+        finally:
+            stream.abandon()
 
     def generate_stream(self, obj: GenerateReqInput, *, wait: bool = False) -> Iterator[dict[str, Any]]:
         """The messages of `generate_request`, one by one. Dropping the iterator aborts the request. Raises as

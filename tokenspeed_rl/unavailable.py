@@ -1,6 +1,7 @@
 """Members of the contract that this version lacks: each refuses with its reason, none pretends."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from tokenspeed_rl.core.engine_core import EngineCore
@@ -145,3 +146,91 @@ class UnavailableMembers:
         error = self.lacking(member)
         self.refusal = error
         return Reply((False, str(error), *rest), report=error)
+
+
+class UnavailableVerbs:
+    """The same members as an engine's blocking verbs."""
+
+    client: UnavailableMembers
+
+    def encode(self, prompt: str | Sequence[str] | None = None, *, input_ids: Any = None) -> Any:
+        """Raises UnavailableError."""
+        raise self.client.lacking("encode")
+
+    def update_weights_from_tensor(self, named_tensors: Any, **fields: Any) -> Any:
+        """Raises UnavailableError."""
+        raise self.client.lacking("update_weights_from_tensor")
+
+    def update_weights_from_distributed(
+        self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], **fields: Any
+    ) -> Any:
+        """Raises UnavailableError."""
+        raise self.client.lacking("update_weights_from_distributed")
+
+    def update_weights_from_disk(self, path: str, **fields: Any) -> Any:
+        """Raises UnavailableError."""
+        raise self.client.lacking("update_weights_from_disk")
+
+    def init_weights_update_group(self, **fields: Any) -> Any:
+        """Raises UnavailableError."""
+        raise self.client.lacking("init_weights_update_group")
+
+    def destroy_weights_update_group(self, group_name: str) -> Any:
+        """Raises UnavailableError."""
+        raise self.client.lacking("destroy_weights_update_group")
+
+    def set_internal_state(self, **fields: Any) -> list[bool]:
+        """Raises UnavailableError."""
+        raise self.client.lacking("set_internal_state")
+
+    def pause(self, mode: str = "abort") -> bool:
+        """Raises UnavailableError."""
+        raise self.client.lacking("pause")
+
+    def release_memory_occupation(self, tags: str | Sequence[str] | None = None) -> None:
+        """Raises UnavailableError."""
+        raise self.client.lacking("release_memory_occupation")
+
+    def resume_memory_occupation(self, tags: str | Sequence[str] | None = None) -> None:
+        """Raises UnavailableError."""
+        raise self.client.lacking("resume_memory_occupation")
+
+    def memory_report(self) -> dict[str, Any]:
+        """Raises UnavailableError."""
+        raise self.client.lacking("memory_report")
+
+    def paused(self, mode: str = "abort") -> AbstractContextManager[None]:
+        """Raises UnavailableError."""
+        raise self.client.lacking("paused")
+
+    def resident(self, *tags: str) -> AbstractContextManager[None]:
+        """Raises UnavailableError."""
+        raise self.client.lacking("resident")
+
+    def open_session(self, capacity_of_str_len: int, session_id: str | None = None) -> str | None:
+        """Raises UnavailableError."""
+        raise self.client.lacking("open_session")
+
+    def close_session(self, session_id: str) -> None:
+        """Raises UnavailableError."""
+        raise self.client.lacking("close_session")
+
+    def start_profile(self, **fields: Any) -> Any:
+        """Raises UnavailableError."""
+        raise self.client.lacking("start_profile")
+
+    def stop_profile(self) -> Any:
+        """Raises UnavailableError."""
+        raise self.client.lacking("stop_profile")
+
+    def start_expert_distribution_record(self) -> None:
+        """Raises UnavailableError."""
+        raise self.client.lacking("start_expert_distribution_record")
+
+    def stop_expert_distribution_record(self) -> None:
+        """Raises UnavailableError."""
+        raise self.client.lacking("stop_expert_distribution_record")
+
+    def dump_expert_distribution_record(self) -> None:
+        """Raises UnavailableError."""
+        raise self.client.lacking("dump_expert_distribution_record")

@@ -174,7 +174,7 @@ def test_one_bad_prompt_of_many(counter: Engine, step_gate: Any, name: str) -> N
 
 
 LATER: dict[str, Callable[[Engine], Any]] = {
-    "pause_scheduler": lambda e: e.pause("retract"),
+    "pause": lambda e: e.pause("retract"),
     "set_internal_state": lambda e: e.set_internal_state(server_args={"max_running_requests": 2}),
     "update_weights_from_tensor": lambda e: e.update_weights_from_tensor({"a": torch.zeros(1)}),
     "update_weights_from_distributed": lambda e: e.update_weights_from_distributed(["a"], ["float32"], [[1]]),
@@ -198,7 +198,7 @@ LATER: dict[str, Callable[[Engine], Any]] = {
     "memory_report": lambda e: e.memory_report(),
     "paused": lambda e: e.paused("keep"),
     "resident": lambda e: e.resident("weights"),
-    "embeddings": lambda e: e.encode("a"),
+    "encode": lambda e: e.encode("a"),
     "session_params": generate(input_ids=[1], session_params={"id": "s"}),
     "lora": generate(input_ids=[1], lora="adapter"),
     "return_routed_experts": generate(input_ids=[1], return_routed_experts=True),

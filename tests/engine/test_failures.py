@@ -314,3 +314,61 @@ def test_a_command_whose_event_loop_is_closed(counter: Engine, step_gate: Any, c
         gate.open()
         assert [t for message in stream for t in message["output_ids"]] == [6, 7, 8, 9]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_tokenizer_that_fails_ends_its_own_request(tiny: Any, counting: Any, make_engine: Any) -> None:
+    """G3: what a tokenizer raises while stop strings are looked for ends that sample with its reason;
+    one beside it, and the engine, go on."""
+
+    class Failing(type(tiny.tokenizer())):  # type: ignore[misc]
+        def decode(self, ids: Any, **_: Any) -> str:
+            raise Broken("in decode")
+
+    tokenizer = tiny.tokenizer()
+    tokenizer.__class__ = Failing
+    engine = make_engine(counting, tokenizer=tokenizer, max_total_tokens=1024)
+    stopping = engine.llm.generate_stream(
+        GenerateReqInput(input_ids=[5], sampling_params={**GREEDY, "stop": ["x"]}, stream=True)
+    )
+    with pytest.raises(Broken):
+        list(stopping)  # its own text can't be made either
+    engine.client.tokenizer = None
+    result = engine.generate(input_ids=[[5], [9]], sampling_params=[{**GREEDY, "stop": ["x"]}, GREEDY])
+    reasons = [output["meta_info"]["finish_reason"] for output in result]
+    assert reasons[0]["type"] == "abort" and "Broken: in decode" in reasons[0]["message"]
+    assert reasons[1] == {"type": "length", "length": 4} and result[1]["output_ids"] == [10, 11, 12, 13]
+
+
+def test_calls_behind_a_failing_command_are_told(counting: Any, make_engine: Any) -> None:
+    """G3: a command of the loop's own that fails takes none of those behind it into silence."""
+    engine = make_engine(counting, max_total_tokens=1024)
+    loop = engine.client._core.loop
+
+    def fail() -> None:
+        raise Broken("in a command")
+
+    with loop.lock:  # both are in the inbox before the loop looks
+        loop._inbox.append((fail, None))
+        behind = loop.call(lambda: 1)
+    with pytest.raises(EngineDeadError) as caught:
+        behind.result(WAIT)
+    assert isinstance(caught.value.__cause__, Broken)
+
+
+def test_messages_reach_handlers_at_their_level(counting: Any, make_engine: Any) -> None:
+    """Contract 7: `log_level` decides which of an engine's messages reach the package's logger."""
+    records: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    logger, handler = logging.getLogger("tokenspeed_rl"), Keep()
+    logger.addHandler(handler)
+    try:
+        for level, expected in (("warning", 0), ("info", 1)):
+            engine = make_engine(counting, max_total_tokens=1024, log_level=level)
+            engine.generate(input_ids=[1], sampling_params=GREEDY)
+            assert sum("KV cache" in record.getMessage() for record in records) == expected
+    finally:
+        logger.removeHandler(handler)

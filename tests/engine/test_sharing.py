@@ -308,3 +308,16 @@ def test_accelerate_restores_into_a_shared_module(tiny, make_engine, tmp_path):
     assert engine.weights_checksum() == saved
     assert ask(tiny, model, engine, prompt) == 0
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_weights_are_read_by_any_of_their_names(tiny, make_engine):
+    """Contract 6: fused names, ties and wrappers' prefixes are understood where a weight is read, too."""
+    model = tiny.model("qwen3", tie_word_embeddings=True)
+    engine = make_engine(model)
+    attention = model.model.layers[0].self_attn
+    parts = [getattr(attention, f"{name}_proj").weight for name in "qkv"]
+    fused = engine.get_weights_by_name("model.layers.0.self_attn.qkv_proj.weight", 10_000)
+    assert torch.equal(torch.tensor(fused), torch.cat([part.detach() for part in parts]))
+    embedding = model.model.embed_tokens.weight.detach()[:3]
+    for name in ("lm_head.weight", "module.model.embed_tokens.weight"):
+        assert torch.equal(torch.tensor(engine.get_weights_by_name(name, 3)), embedding)

@@ -26,7 +26,7 @@ def rollout(rewards: list[float | None], seconds: float) -> TrajectoryBatch:
 
 
 def test_the_last_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Accuracies as before -> after in percent, tokens per second of generating, and its share of the time."""
+    """Accuracies as before -> after in percent, tokens per second of generating, its share of time."""
     with Run(EvaluationConfig(), str(tmp_path), columns=(), curves=("reward",)) as run:
         run.log_rollout(1, rollout([1.0, 0.5, None, 0.0], 0.5), {}, train=1.0)
         run.log_rollout(2, rollout([1.0, 1.0], 1.5), {}, train=1.0)

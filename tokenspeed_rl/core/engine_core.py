@@ -1,5 +1,6 @@
 """One engine's parts, put together: model, cache, scheduler and the loop that owns them."""
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,9 @@ class EngineCore:
 
     def __init__(self, model: Any, config: EngineConfig, tokenizer: Any) -> None:
         self.config = config
+        # Not one of logging's registry, which would keep it for ever; handlers are those of "tokenspeed_rl".
+        self.log = logging.Logger("tokenspeed_rl.engine", config.log_level.upper())
+        self.log.parent = logging.getLogger("tokenspeed_rl")
         self.source = open_model(model, config, tokenizer)
         spec, store = self.source.spec, self.source.store
         self.context = config.max_model_len or spec.max_position
@@ -56,6 +60,7 @@ class EngineCore:
             self.source.tokenizer,
             version=lambda: version.label,
             gate=lambda: version.valid,
+            log=self.log,
         )
         self._mapping = threading.Lock()
         self._capacity: int | None = None
@@ -87,6 +92,9 @@ class EngineCore:
         receipt = change()
         self.scheduler.retract_all()
         self.cache.flush()
+        self.log.info(
+            "weights are version %r: %s, %d bytes copied", receipt.version, receipt.kind, receipt.bytes
+        )
         return receipt
 
     def snapshot(self) -> dict[str, Any]:
@@ -130,3 +138,4 @@ class EngineCore:
                 fix="Lower max_total_tokens or mem_fraction.",
             ) from error
         self.cache.pool.resize(pages)
+        self.log.info("the KV cache has %d pages, %d bytes", pages, self.kv.nbytes)

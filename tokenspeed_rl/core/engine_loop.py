@@ -5,6 +5,7 @@ look at is written under `lock`, so that a reader on another thread sees whole s
 the loop is dead: every request and command, now and later, gets `EngineDeadError` with the first cause.
 """
 
+import logging
 import math
 import os
 import threading
@@ -47,6 +48,7 @@ class EngineLoop:
         *,
         version: Callable[[], str],
         gate: Callable[[], bool],
+        log: logging.Logger,
     ) -> None:
         """`version` labels what is drawn now; while `gate` is False nothing runs and requests wait."""
         self.scheduler = scheduler
@@ -57,6 +59,7 @@ class EngineLoop:
         self._wake = threading.Condition(self.lock)
         self._version = version
         self._gate = gate
+        self._log = log
         self._inbox: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
         self._live: dict[str, list[Request]] = {}
         self._on_failure: dict[Request, Callable[[TokenSpeedError], None]] = {}
@@ -195,6 +198,7 @@ class EngineLoop:
             with self.lock:
                 if not self._closing:
                     self._cause = error
+                    self._log.error("the engine's loop failed; all its callers are told", exc_info=error)
                 self._inbox.extendleft(reversed(taken))  # behind the command that failed
                 self._fail_all(partial(_dead, error))  # when closing, all but these were told
 
@@ -255,7 +259,10 @@ class EngineLoop:
             request.masks.append(drawn.mask)
         if hidden is not None:
             request.hidden_states.append(hidden)
-        reason = check_stop(request, self.tokenizer)
+        try:
+            reason = check_stop(request, self.tokenizer)
+        except Exception as error:  # the caller's tokenizer: what it raises is this request's alone
+            reason = {"type": "abort", "message": f"the tokenizer failed: {type(error).__name__}: {error}"}
         if reason is not None:
             self._end(request, reason)
         else:

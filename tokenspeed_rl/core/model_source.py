@@ -24,8 +24,8 @@ from tokenspeed_rl.weights import (
     read_config,
     resolve_dtype,
     share,
+    unwrap,
 )
-from tokenspeed_rl.weights.structure import unwrap
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,7 +13,8 @@ class Stats:
 
     steps: int = 0
     prefill_tokens: int = 0
-    """Prompt tokens computed; what the prefix cache or a shared prompt saved is not in it."""
+    """Tokens computed in chunks, those of retracted requests again; what the prefix cache or a shared prompt
+    saved is not in it."""
     output_tokens: int = 0
     step_seconds: float = 0.0
     """Time spent in steps, scheduling and sampling included."""

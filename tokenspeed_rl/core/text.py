@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+LONGEST_CHARACTER = 8
+"""Tokens; UTF-8 takes at most four bytes."""
 REPLACEMENT = "�"
 
 
@@ -39,7 +41,9 @@ class IncrementalText:
         for token in ids:
             self._ids.append(token)
             now = decode(self._tokenizer, self._ids[self._anchor :], self._skip)
-            whole = now.rstrip(REPLACEMENT)
+            # More tokens than a character can take will not become one any more.
+            undecided = len(self._ids) - self._read <= LONGEST_CHARACTER
+            whole = now.rstrip(REPLACEMENT) if undecided else now
             if len(whole) > self._shown:
                 self.text += whole[self._shown :]
                 self._shown = len(whole)

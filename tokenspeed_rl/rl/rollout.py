@@ -155,6 +155,8 @@ class RolloutLoop:
         self, prompts: Sequence[Any], prompt_ids: Sequence[tuple[int, ...]], step: int | None
     ) -> Sequence[int | None]:
         if self.seed is None:
+            if step is not None:
+                raise RequestError("step needs a loop with a seed", fix="Pass RolloutLoop(seed=...).")
             return [None] * len(prompts)
         if step is None:
             raise RequestError("a loop with a seed needs the step", fix="Pass collect(prompts, step=step).")

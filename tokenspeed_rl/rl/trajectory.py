@@ -181,7 +181,7 @@ class TrajectoryBatch:
             f.name: change(value) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
         }
         extra = {name: change(tensor) for name, tensor in self.extra.items()}
-        return replace(self, **tensors, samples=samples, extra=extra)
+        return replace(self, **tensors, samples=samples, extra=extra, seconds=dict(self.seconds))
 
 
 # The process's default device and dtype are the trainer's to choose: here both are always said.

@@ -13,6 +13,7 @@ from tokenspeed_rl.weights.model_files import (
 from tokenspeed_rl.weights.receipt import Receipt
 from tokenspeed_rl.weights.sharing import SharedWeights, share
 from tokenspeed_rl.weights.store import WeightStore
+from tokenspeed_rl.weights.structure import unwrap
 from tokenspeed_rl.weights.watch import watch
 
 __all__ = [
@@ -30,5 +31,6 @@ __all__ = [
     "read_config",
     "resolve_dtype",
     "share",
+    "unwrap",
     "watch",
 ]
