@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,6 +124,15 @@ class Tiny:
     @staticmethod
     def state(engine: Engine) -> dict[str, Any]:
         return engine.get_internal_state()[0]
+
+    @staticmethod
+    def all_back(engine: Engine) -> None:
+        """Nothing of `engine` runs, waits or holds a page."""
+        for _ in range(2):  # what the first posts behind a step that still runs, the second waits for
+            engine.flush_cache()
+        state = Tiny.state(engine)
+        assert state["num_running"] == state["num_waiting"] == engine.get_load()[0].num_reqs == 0
+        assert state["pages"]["free"] == state["pages"]["total"]
 
     @staticmethod
     @contextmanager
@@ -273,4 +282,24 @@ def model() -> PreTrainedModel:
 def engine(model: PreTrainedModel) -> Iterator[Engine]:
     """One engine that shares `model`, with a tokenizer, for all tests of a file that don't break it."""
     with Engine(model, tokenizer=Tiny.tokenizer(), max_total_tokens=4096) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def counting() -> PreTrainedModel:
+    """A model whose greedy output after token t is t + 1, t + 2 ... (mod 256); nobody writes its weights."""
+    return Tiny.successor()
+
+
+@pytest.fixture(scope="module")
+def counter(counting: PreTrainedModel) -> Iterator[Engine]:
+    """An engine of `counting` with a tokenizer whose token b is the byte b, for tests that don't break it."""
+    with Engine(counting, tokenizer=Tiny.tokenizer(), max_total_tokens=1024) as made:
+        yield made
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for callers that block."""
+    with ThreadPoolExecutor(12) as made:
         yield made

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -35,19 +33,6 @@ LISTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def counter(tiny: Any) -> Iterator[Engine]:
-    """Its greedy output after token t is t + 1, t + 2 ..."""
-    with Engine(tiny.successor(), tokenizer=tiny.tokenizer(), max_total_tokens=1024) as engine:
-        yield engine
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as made:
-        yield made
-
-
 def check_aborted(result: dict[str, Any], prompt: list[int], output: list[int], message: str) -> None:
     """Everything that was asked for is there, for exactly these tokens."""
     meta = result["meta_info"]
@@ -59,14 +44,6 @@ def check_aborted(result: dict[str, Any], prompt: list[int], output: list[int], 
     assert {name: len(meta[name]) for name in LISTS} == dict.fromkeys(LISTS, len(output))
     assert meta["input_token_logprobs"][0] == (None, prompt[0], None)
     assert len(meta["input_token_logprobs"]) == (len(prompt) if output else 1)
-
-
-def all_back(engine: Engine, tiny: Any) -> None:
-    """Nothing runs, waits or holds a page."""
-    engine.flush_cache()
-    state = tiny.state(engine)
-    assert state["num_running"] == state["num_waiting"] == engine.get_load()[0].num_reqs == 0
-    assert state["pages"]["free"] == state["pages"]["total"]
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4])
@@ -81,7 +58,7 @@ def test_running_request(counter: Engine, tiny: Any, step_gate: Any, pool: Any, 
         counter.abort("run")
         check_aborted(waiter.result(WAIT), prompt, list(range(8, 8 + steps)), "aborted")
         assert counter.get_load()[0].num_reqs == 0
-    all_back(counter, tiny)
+    tiny.all_back(counter)
     assert counter.generate(input_ids=prompt, sampling_params={"max_new_tokens": 1})
 
 
@@ -103,7 +80,7 @@ def test_queued_request(tiny: Any, make_engine: Any, step_gate: Any, pool: Any) 
         check_aborted(queued.result(WAIT), [9, 9], [], "aborted")
         gate.open()
     assert running.result(WAIT)["output_ids"] == [6, 7, 8, 9]
-    all_back(engine, tiny)
+    tiny.all_back(engine)
 
 
 def test_retracted_request(tiny: Any, make_engine: Any, step_gate: Any, pool: Any) -> None:
@@ -129,7 +106,7 @@ def test_retracted_request(tiny: Any, make_engine: Any, step_gate: Any, pool: An
     assert len(result["output_ids"]) > 3
     check_aborted(result, second, list(range(51, 51 + len(result["output_ids"]))), "aborted")
     assert old.result(WAIT)["output_ids"] == list(range(6, 27))
-    all_back(engine, tiny)
+    tiny.all_back(engine)
 
 
 def test_finished_or_unknown_request(counter: Engine, tiny: Any) -> None:
@@ -164,7 +141,7 @@ def test_all_samples_of_a_request(counter: Engine, tiny: Any, step_gate: Any, po
     assert {r["meta_info"]["id"] for r in results} == {"n8"}
     assert [len(r["output_ids"]) for r in results] == [steps] * 8
     assert {r["meta_info"]["finish_reason"]["type"] for r in results} == {"abort"}
-    all_back(counter, tiny)
+    tiny.all_back(counter)
 
 
 def test_leader_of_a_shared_prompt(tiny: Any, make_engine: Any, step_gate: Any, pool: Any) -> None:
@@ -185,7 +162,7 @@ def test_leader_of_a_shared_prompt(tiny: Any, make_engine: Any, step_gate: Any, 
         gate.open()
         results = [follower.result(WAIT) for follower in followers]
     assert [result["output_ids"] for result in results] == [list(range(130, 135))] * 3
-    all_back(engine, tiny)
+    tiny.all_back(engine)
 
 
 def test_one_of_a_batch_and_all(counter: Engine, tiny: Any, step_gate: Any, pool: Any) -> None:
@@ -206,7 +183,7 @@ def test_one_of_a_batch_and_all(counter: Engine, tiny: Any, step_gate: Any, pool
         gate.submitted(4)
         counter.abort()
         assert {w.result(WAIT)["meta_info"]["finish_reason"]["type"] for w in waiters} == {"abort"}
-    all_back(counter, tiny)
+    tiny.all_back(counter)
 
 
 def test_rids(counter: Engine, step_gate: Any) -> None:
@@ -264,7 +241,7 @@ def test_an_abort_while_nothing_may_run(tiny: Any, make_engine: Any, pool: Any) 
     assert engine.get_load()[0].num_waiting_reqs == 1
     engine.abort("w")
     assert waiter.result(WAIT)["output_ids"] == []
-    all_back(engine, tiny)
+    tiny.all_back(engine)
 
 
 def test_abort_against_the_end(counter: Engine, tiny: Any) -> None:
@@ -291,4 +268,4 @@ def test_abort_against_the_end(counter: Engine, tiny: Any) -> None:
             lengths.append(len(result["output_ids"]))
     thread.join(WAIT)
     assert len(lengths) == 120
-    all_back(counter, tiny)
+    tiny.all_back(counter)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,13 +20,6 @@ TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
     "{% if tools %}{{ tools|length }}{% endif %}{{ extra }}{% if add_generation_prompt %}:{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def counter(tiny: Any) -> Iterator[Engine]:
-    """Its greedy output after token t is t + 1, t + 2 ..., and token b is the byte b."""
-    with Engine(tiny.successor(), tokenizer=tiny.tokenizer(), max_total_tokens=1024) as engine:
-        yield engine
 
 
 def test_what_an_engine_is(counter: Engine, tiny: Any, make_engine: Any, tmp_path: Any) -> None:
@@ -236,9 +228,7 @@ def test_flushing_under_a_live_request(counter: Engine, tiny: Any, step_gate: An
         gate.open()
         assert [t for m in stream for t in m["output_ids"]] == list(range(50, 90))
         assert flush.result(WAIT).success
-    counter.flush_cache()
-    state = tiny.state(counter)
-    assert state["pages"]["free"] == state["pages"]["total"]
+    tiny.all_back(counter)
 
 
 def test_context_managers(tiny: Any) -> None:

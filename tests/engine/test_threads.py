@@ -7,8 +7,6 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -22,29 +20,8 @@ WAIT = 20.0
 GREEDY = {"temperature": 0, "max_new_tokens": 6}
 
 
-@pytest.fixture(scope="module")
-def counter(tiny: Any) -> Iterator[Engine]:
-    """Its greedy output after token t is t + 1, t + 2 ... (mod 256)."""
-    with Engine(tiny.successor(), tokenizer=tiny.tokenizer(), max_total_tokens=2048) as engine:
-        yield engine
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(12) as made:
-        yield made
-
-
 def after(token: int, count: int) -> list[int]:
     return [(token + 1 + at) % 256 for at in range(count)]
-
-
-def all_back(engine: Engine, tiny: Any) -> None:
-    engine.flush_cache()
-    engine.flush_cache()
-    state = tiny.state(engine)
-    assert state["num_running"] == state["num_waiting"] == engine.get_load()[0].num_reqs == 0
-    assert state["pages"]["free"] == state["pages"]["total"]
 
 
 def refused(engine: Engine) -> None:
@@ -128,7 +105,7 @@ def test_many_threads_get_their_own(counter: Engine, tiny: Any, pool: Any) -> No
     found = list(pool.map(lambda at: kinds[at % 4](tokens[at]), range(120)))
     for at, outputs in enumerate(found):
         assert outputs == [after(tokens[at], 6)] * [1, 2, 1, 3][at % 4]
-    all_back(counter, tiny)
+    tiny.all_back(counter)
 
 
 @pytest.mark.parametrize("use_tqdm", [False, True])
@@ -150,7 +127,7 @@ def test_timeout(counter: Engine, tiny: Any, step_gate: Any, capsys: Any, use_tq
         stream = counter.generate(input_ids=[1], rid="t", sampling_params=GREEDY, stream=True)
         gate.open()
         assert [t for message in stream for t in message["output_ids"]] == after(1, 6)
-    all_back(counter, tiny)
+    tiny.all_back(counter)
     assert counter.generate(input_ids=[1], sampling_params=GREEDY, timeout=WAIT)["output_ids"] == after(1, 6)
 
 
@@ -171,7 +148,7 @@ def test_timeouts_of_the_other_faces(counter: Engine, tiny: Any, step_gate: Any)
         with pytest.raises(EngineTimeoutError):
             counter.llm.run(counter.client.weights_changed("late"), timeout=0.02)
         gate.open()
-    all_back(counter, tiny)
+    tiny.all_back(counter)
     assert tiny.state(counter)["weight_version"] != "late", "a command withdrawn before its turn does nothing"
     assert counter.generate(input_ids=[1], rid="w", sampling_params=GREEDY)["output_ids"] == after(1, 6)
 
@@ -209,7 +186,7 @@ def test_cancelled_calls_wedge_nothing(counter: Engine, tiny: Any, step_gate: An
         assert asyncio.run(cancel_some()) == after(7, 6)
         assert [t for message in held for t in message["output_ids"]] == after(9, 6)
     assert tiny.state(counter)["weight_version"] == "before"
-    all_back(counter, tiny)
+    tiny.all_back(counter)
 
 
 def test_cancellation_against_the_result(counter: Engine, tiny: Any) -> None:
@@ -233,7 +210,7 @@ def test_cancellation_against_the_result(counter: Engine, tiny: Any) -> None:
 
     asyncio.run(races())
     assert outcomes.total() == 60
-    all_back(counter, tiny)
+    tiny.all_back(counter)
 
 
 def test_hammer(tiny: Any, make_engine: Any, pool: Any) -> None:
@@ -296,7 +273,7 @@ def test_hammer(tiny: Any, make_engine: Any, pool: Any) -> None:
 
     assert sum(pool.map(work, range(8))) == 200
     assert seen["length"] > 30, seen
-    all_back(engine, tiny)
+    tiny.all_back(engine)
     assert engine.generate(input_ids=[1], sampling_params=GREEDY)["output_ids"] == after(1, 6)
 
 

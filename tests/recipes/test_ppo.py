@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -113,32 +114,41 @@ def test_nothing_to_learn_from(policy: Policy, task: Task, small_ppo: PPOMaker) 
         assert torch.equal(value, before[name])
 
 
-@pytest.fixture(scope="module")
-def finished(
-    small_ppo: PPOMaker, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, PPORecipe, dict[str, Any], dict[str, torch.Tensor]]:
-    """A run of two steps: its folder, settings, summary, and the weights it ended with."""
-    folder = tmp_path_factory.mktemp("runs") / "ppo"
-    cfg = small_ppo(f"folder={folder}")
-    weights = {}
-    save = Run.save
+@dataclass
+class Finished:
+    """A run of two steps, and what it held in its hands."""
 
-    def keep(run: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
-        weights.update({name: value.clone() for name, value in model.state_dict().items()})
-        save(run, model, tokenizer)
+    folder: Path
+    cfg: PPORecipe
+    summary: dict[str, Any]
+    weights: dict[str, torch.Tensor]
+    batches: list[TrajectoryBatch]
+
+
+@pytest.fixture(scope="module")
+def finished(small_ppo: PPOMaker, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("runs") / "ppo"
+    run = Finished(folder, small_ppo(f"folder={folder}"), {}, {}, [])
+    save, log_rollout = Run.save, Run.log_rollout
+
+    def keep_weights(self: Run, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> None:
+        run.weights.update({name: value.clone() for name, value in model.state_dict().items()})
+        save(self, model, tokenizer)
+
+    def keep_batch(self: Run, step: int, batch: TrajectoryBatch, *args: Any, **kwargs: Any) -> None:
+        run.batches.append(batch)
+        log_rollout(self, step, batch, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "save", keep)
-        summary = recipe.train(cfg)
-    return folder, cfg, summary, weights
-
-
-Finished = tuple[Path, PPORecipe, dict[str, Any], dict[str, torch.Tensor]]
+        patch.setattr(Run, "save", keep_weights)
+        patch.setattr(Run, "log_rollout", keep_batch)
+        run.summary.update(recipe.train(run.cfg))
+    return run
 
 
 def test_a_run_leaves_its_files(finished: Finished, composer: Callable[..., Any]) -> None:
     """The folder holds the resolved settings, metrics, events, curve, samples, summary and a checkpoint."""
-    folder, cfg, summary, _ = finished
+    folder, cfg, summary = finished.folder, finished.cfg, finished.summary
     names = {path.name.split(".17")[0] for path in folder.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "curve.png", "samples.md", "summary.json", "checkpoint"} <= names
     assert "${" not in (folder / "config.yaml").read_text()
@@ -153,8 +163,7 @@ def test_a_run_leaves_its_files(finished: Finished, composer: Callable[..., Any]
 
 def test_every_step_is_measured(finished: Finished) -> None:
     """H7: reward, KL, entropy, clip fraction, speed, seconds, and the logprob gap from step 1."""
-    folder, *_ = finished
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     shown = {column.metric for column in recipe.COLUMNS}
     for row in rows:
@@ -166,9 +175,18 @@ def test_every_step_is_measured(finished: Finished) -> None:
     assert rows[0]["logprob_gap_max"] < 1e-5
 
 
+def test_the_engine_hears_of_every_update(finished: Finished) -> None:
+    """D3: a step's samples are drawn under one version of the weights, and the next step's under a later one."""
+    first, second = (
+        {span.version for spans in batch.versions for span in spans} for batch in finished.batches
+    )
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
 def test_the_summary(finished: Finished) -> None:
     """It holds both accuracies before and after, the demonstrations' error rate, and what time went to."""
-    _, cfg, summary, _ = finished
+    cfg, summary = finished.cfg, finished.summary
     for kind in ("greedy_accuracy", "sampled_accuracy"):
         before, after = summary[kind]
         assert 0.0 <= before <= 1.0 and 0.0 <= after <= 1.0
@@ -180,7 +198,7 @@ def test_the_summary(finished: Finished) -> None:
 
 def test_the_checkpoint_is_the_policy(finished: Finished) -> None:
     """transformers loads the folder, with the weights the run ended with, bit for bit, and the tokenizer."""
-    folder, _, _, weights = finished
+    folder, weights = finished.folder, finished.weights
     model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint")
     state = model.state_dict()
     assert state.keys() == weights.keys()
@@ -193,7 +211,7 @@ def test_the_checkpoint_is_the_policy(finished: Finished) -> None:
 
 def test_the_same_seed_gives_the_same_run(finished: Finished, small_ppo: PPOMaker, tmp_path: Path) -> None:
     """Everything random follows from the seed: a second run's rewards and accuracies are the first one's."""
-    folder, _, summary, _ = finished
+    folder, summary = finished.folder, finished.summary
     again = recipe.train(small_ppo(f"folder={tmp_path / 'again'}"))
     rewards = [
         [json.loads(line)["reward"] for line in (path / "metrics.jsonl").read_text().splitlines()]
