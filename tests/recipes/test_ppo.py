@@ -176,7 +176,7 @@ def test_every_step_is_measured(finished: Finished) -> None:
 
 
 def test_the_engine_hears_of_every_update(finished: Finished) -> None:
-    """D3: a step's samples are drawn under one version of the weights, and the next step's under a later one."""
+    """D3: a step's samples are drawn under one version of the weights, the next step's under a later one."""
     first, second = (
         {span.version for spans in batch.versions for span in spans} for batch in finished.batches
     )
