@@ -30,7 +30,7 @@ class RolloutConfig:
 class TrainerConfig:
     """How gradients become steps."""
 
-    steps: int = setting(100, low=1)
+    steps: int = setting(80, low=1)
     """Rollouts, each followed by `epochs` passes over it."""
     epochs: int = setting(2, low=1)
     minibatch_size: int = setting(128, low=1)
