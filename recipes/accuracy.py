@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tokenspeed_rl.recipes.task import Problem, Task
-
 from tokenspeed_rl import Engine, SamplingParams
+from tokenspeed_rl.recipes.task import Problem, Task
 from tokenspeed_rl.rl.seeds import derive
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from tokenspeed_rl.errors import ConfigError
 from tokenspeed_rl.recipes.actor import Actor
 from tokenspeed_rl.recipes.run import Run
 from tokenspeed_rl.recipes.settings import setting
 from tokenspeed_rl.recipes.task import Task
-
-from tokenspeed_rl.errors import ConfigError
 from tokenspeed_rl.rl.sample import Sample
 from tokenspeed_rl.rl.seeds import derive
 from tokenspeed_rl.rl.trajectory import TrajectoryBatch

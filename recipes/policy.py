@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from omegaconf import MISSING
-from tokenspeed_rl.recipes.characters import character_tokenizer
-from tokenspeed_rl.recipes.settings import setting
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tokenspeed_rl.errors import ConfigError
+from tokenspeed_rl.recipes.characters import character_tokenizer
+from tokenspeed_rl.recipes.settings import setting
 
 
 @dataclass(slots=True, kw_only=True)

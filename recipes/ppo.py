@@ -13,6 +13,10 @@ from typing import Any, cast
 import hydra
 import torch
 from omegaconf import MISSING, DictConfig
+from torch import Tensor
+
+from tokenspeed_rl import Engine, EngineConfig
+from tokenspeed_rl.display import Column
 from tokenspeed_rl.recipes.accuracy import measure
 from tokenspeed_rl.recipes.actor import Actor
 from tokenspeed_rl.recipes.imitation import ImitationConfig, warm_start
@@ -21,10 +25,6 @@ from tokenspeed_rl.recipes.run import Run, drawn
 from tokenspeed_rl.recipes.schema import EvaluationConfig, RolloutConfig, TrainerConfig, register
 from tokenspeed_rl.recipes.settings import launch, parse, setting
 from tokenspeed_rl.recipes.task import Task, TaskConfig
-from torch import Tensor
-
-from tokenspeed_rl import Engine, EngineConfig
-from tokenspeed_rl.display import Column
 from tokenspeed_rl.rl.advantages import gae, terminal_rewards, whiten
 from tokenspeed_rl.rl.logprobs import logprob_gap
 from tokenspeed_rl.rl.losses import KLKind, kl_estimate, policy_loss, value_loss

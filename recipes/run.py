@@ -8,9 +8,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from omegaconf import OmegaConf
-from tokenspeed_rl.recipes.accuracy import Accuracy
 
 from tokenspeed_rl.display import Bar, Column, Display
+from tokenspeed_rl.recipes.accuracy import Accuracy
 from tokenspeed_rl.rl.trajectory import TrajectoryBatch
 from tokenspeed_rl.tracking import Tracker
 

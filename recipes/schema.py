@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from hydra.core.config_store import ConfigStore
+
 from tokenspeed_rl.recipes.policy import PretrainedModel, SmolLM2, TinyModel
 from tokenspeed_rl.recipes.settings import setting
 from tokenspeed_rl.recipes.task import TaskConfig
-
 from tokenspeed_rl.sampling_params import SamplingParams
 
 

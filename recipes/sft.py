@@ -17,6 +17,10 @@ from typing import Any
 import hydra
 import torch
 from omegaconf import MISSING, DictConfig
+
+from tokenspeed_rl import Engine, EngineConfig
+from tokenspeed_rl.display import Column
+from tokenspeed_rl.errors import ConfigError
 from tokenspeed_rl.recipes.accuracy import Accuracy, measure
 from tokenspeed_rl.recipes.actor import Actor
 from tokenspeed_rl.recipes.imitation import ImitationConfig, demonstrate, error_rate, imitate
@@ -25,10 +29,6 @@ from tokenspeed_rl.recipes.run import Run
 from tokenspeed_rl.recipes.schema import EvaluationConfig, RolloutConfig, register
 from tokenspeed_rl.recipes.settings import launch, parse, setting
 from tokenspeed_rl.recipes.task import Task, TaskConfig
-
-from tokenspeed_rl import Engine, EngineConfig
-from tokenspeed_rl.display import Column
-from tokenspeed_rl.errors import ConfigError
 from tokenspeed_rl.rl.seeds import derive
 
 COLUMNS = (Column("step", "step", ".0f"), Column("loss", "loss"))

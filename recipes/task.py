@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import MISSING
-from tokenspeed_rl.recipes.settings import setting
 
 from tokenspeed_rl.errors import ConfigError
+from tokenspeed_rl.recipes.settings import setting
 from tokenspeed_rl.rl.sample import Sample
 
 ITEMS_PER_SPLIT = 1 << 24

@@ -7,11 +7,12 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
 from tokenspeed_rl.recipes.ppo import PPORecipe
 from tokenspeed_rl.recipes.settings import parse
 from tokenspeed_rl.recipes.sft import SFTRecipe
 from tokenspeed_rl.recipes.task import Task
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from tokenspeed_rl import SamplingParams
 from tokenspeed_rl.recipes.accuracy import measure
 from tokenspeed_rl.recipes.task import Task
-
-from tokenspeed_rl import SamplingParams
 
 
 def test_shares_are_counted_per_response(task: Task) -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tokenspeed_rl.recipes.actor import Actor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from tokenspeed_rl.recipes.actor import Actor
 from tokenspeed_rl.rl.sample import Sample
 from tokenspeed_rl.rl.trajectory import TrajectoryBatch
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenspeed_rl.recipes.characters import UNKNOWN, character_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tokenspeed_rl.recipes.characters import UNKNOWN, character_tokenizer
 
 TOKENIZER = character_tokenizer()
 

@@ -5,12 +5,12 @@ from itertools import islice
 
 import pytest
 import torch
-from tokenspeed_rl.recipes.actor import Actor
-from tokenspeed_rl.recipes.imitation import ImitationConfig, demonstrate, error_rate, imitate
-from tokenspeed_rl.recipes.task import Task
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tokenspeed_rl.errors import ConfigError
+from tokenspeed_rl.recipes.actor import Actor
+from tokenspeed_rl.recipes.imitation import ImitationConfig, demonstrate, error_rate, imitate
+from tokenspeed_rl.recipes.task import Task
 
 Policy = tuple[PreTrainedModel, PreTrainedTokenizerFast]
 CONFIG = ImitationConfig(demonstrations=200, batch_size=50, lr=3e-3, warmup_steps=2)

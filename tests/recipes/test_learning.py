@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig
+
 from tokenspeed_rl.recipes import ppo, sft
 from tokenspeed_rl.recipes.settings import parse
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenspeed_rl.recipes.policy import PretrainedModel, TinyModel, smollm2_directory
 
 from tokenspeed_rl.errors import ConfigError
+from tokenspeed_rl.recipes.policy import PretrainedModel, TinyModel, smollm2_directory
 
 
 def test_tiny_is_tiny_and_seeded() -> None:

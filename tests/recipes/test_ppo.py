@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from tokenspeed_rl import Engine
 from tokenspeed_rl.recipes import ppo as recipe
 from tokenspeed_rl.recipes.actor import Actor
 from tokenspeed_rl.recipes.ppo import PPO, PPORecipe
 from tokenspeed_rl.recipes.run import Run
 from tokenspeed_rl.recipes.task import Task
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
-
-from tokenspeed_rl import Engine
 from tokenspeed_rl.rl.metrics import Metrics
 from tokenspeed_rl.rl.rollout import RolloutLoop
 from tokenspeed_rl.rl.trajectory import TrajectoryBatch

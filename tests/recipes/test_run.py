@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+
 from tokenspeed_rl.recipes.accuracy import Accuracy
 from tokenspeed_rl.recipes.run import Run
 from tokenspeed_rl.recipes.schema import EvaluationConfig
-
 from tokenspeed_rl.rl.sample import Sample
 from tokenspeed_rl.rl.trajectory import TrajectoryBatch
 

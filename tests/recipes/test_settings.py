@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
 from tokenspeed_rl.recipes.ppo import PPORecipe
 from tokenspeed_rl.recipes.settings import complaint, one_line, parse
 from tokenspeed_rl.recipes.sft import SFTRecipe

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tokenspeed_rl.recipes.sft import SFTRecipe, train
 
 from tokenspeed_rl.errors import ConfigError
+from tokenspeed_rl.recipes.sft import SFTRecipe, train
 
 SFTMaker = Callable[..., SFTRecipe]
 

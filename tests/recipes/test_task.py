@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from tokenspeed_rl.recipes.task import Task, TaskConfig
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tokenspeed_rl.errors import ConfigError
+from tokenspeed_rl.recipes.task import Task, TaskConfig
 
 Policy = tuple[PreTrainedModel, PreTrainedTokenizerFast]
 WORDS = TaskConfig(
