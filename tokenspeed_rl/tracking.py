@@ -86,8 +86,12 @@ def plot_curves(
     `history`: rows as in metrics.jsonl, each with a `step`. Draws on a figure of its own: matplotlib's global
     state and backend stay as they are.
     """
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "plots need the package matplotlib", fix="pip install 'tokenspeed_rl[train]'"
+        ) from error
     names = [name for name in names if any(name in row for row in history)]
     if not names:
         raise ConfigError("no metric to plot", got=sorted({name for row in history for name in row}))

@@ -19,6 +19,12 @@ def test_python_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         exec(compile(block, "README.md", "exec"), names)
 
 
+def test_no_figure_is_left_open() -> None:
+    """Tables and figures of README and docs are filled in."""
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        assert not re.findall(r"^[A-Z0-9]+_[A-Z]+$", page.read_text(), re.M), page
+
+
 def test_make_targets_and_paths_exist() -> None:
     """Every `make` target and every file of the project that the README names is there."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
