@@ -30,6 +30,7 @@ def make():
     return Engine(CONFIG, max_total_tokens=8192)
 """
 INTERRUPT = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits it ignored
 engine = make()
 runner = engine.client._core.loop.runner
 run, steps = runner.run, 0

@@ -108,7 +108,8 @@ def test_stop_strings_never_leak(counter: Engine) -> None:
     params = {"temperature": 0, "max_new_tokens": 10, "stop": ["fgh", "cdX"]}
     messages = list(counter.generate("a", params, stream=True))
     texts = [message["text"] for message in messages]
-    assert [t for t in dict.fromkeys(texts) if t] == ["b", "bcde"]
+    # A consumer that comes late sees fewer of them, never others.
+    assert set(texts) <= {"", "b", "bcde"} and texts[-1] == "bcde"
     assert messages[-1]["meta_info"]["finish_reason"] == {"type": "stop", "matched": "fgh"}
     assert joined(messages)["output_ids"] == list(b"bcdefgh")
 
