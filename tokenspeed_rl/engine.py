@@ -94,8 +94,6 @@ class Engine(UnavailableVerbs):
         """
         obj = self._request(prompt, sampling_params, input_ids, return_logprob, stream, request_fields)
         check_timeout(timeout)
-        if not wait:
-            self.client.require_runnable()
         if stream:
             if timeout is not None or use_tqdm:
                 raise RequestError(
@@ -103,7 +101,7 @@ class Engine(UnavailableVerbs):
                 )
             return self.llm.generate_stream(obj, wait=wait)
         if use_tqdm:
-            return self._generate_with_bar(obj, timeout)
+            return self._generate_with_bar(obj, timeout, wait)
         return self.llm.generate(obj, timeout, wait=wait)
 
     async def async_generate(
@@ -255,9 +253,11 @@ class Engine(UnavailableVerbs):
             **fields,
         )
 
-    def _generate_with_bar(self, obj: GenerateReqInput, timeout: float | None) -> Any:
+    def _generate_with_bar(self, obj: GenerateReqInput, timeout: float | None, wait: bool) -> Any:
         from tqdm.auto import tqdm  # only where a bar is asked for
 
+        if not wait:
+            self.client.require_runnable()
         with tqdm(unit="sample") as bar:
             stream = self.client.submit(obj, on_finish=lambda: bar.update(1))
             try:
