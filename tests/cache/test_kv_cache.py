@@ -3,22 +3,23 @@
 import pytest
 import torch
 
-from tokenspeed_rl.cache.kv_cache import KVCache
+from tokenspeed_rl.cache.kv_cache import KVCache, KVLayout
+from tokenspeed_rl.memory import HostMemory
 
 
 def small(dtype: torch.dtype = torch.float32) -> KVCache:
-    return KVCache(
-        num_layers=2, num_kv_heads=3, page_size=4, head_dim=5, dtype=dtype, device=torch.device("cpu")
-    )
+    layout = KVLayout(num_layers=2, num_kv_heads=3, page_size=4, head_dim=5, dtype=dtype)
+    memory = HostMemory()
+    return KVCache(layout, 9, lambda nbytes, stripes: memory.reserve("kv_cache", nbytes, stripes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_are_what_is_mapped(dtype: torch.dtype) -> None:
     """A7: the size of a page, known before anything is mapped, times the pages is what tensors take."""
     kv = small(dtype)
-    assert kv.nbytes == 0 and kv.bytes_per_page == 2 * 2 * 3 * 4 * 5 * dtype.itemsize
+    assert kv.nbytes == 0 and kv.layout.page_bytes == 2 * 2 * 3 * 4 * 5 * dtype.itemsize
     kv.map(7)
-    assert kv.nbytes == 7 * kv.bytes_per_page == sum(t.nbytes for t in (*kv.k, *kv.v))
+    assert kv.nbytes == 7 * kv.layout.page_bytes == sum(t.nbytes for t in (*kv.k, *kv.v))
     assert kv.num_pages == 7
     kv.unmap()
     assert (kv.nbytes, kv.num_pages, kv.k, kv.v) == (0, 0, (), ())
@@ -32,6 +33,17 @@ def test_every_layer_has_memory_of_its_own() -> None:
     kv.v[1][2] = 1.0
     assert kv.v[1][2].all()
     assert [int(t.count_nonzero()) for t in (*kv.k, *kv.v)] == [0, 0, 0, 60]
+
+
+def test_addresses_are_the_same_however_many_pages() -> None:
+    """A11: a captured graph's pointers stay right across release and wake with another number of pages."""
+    kv = small()
+    kv.map(2)
+    before = [t.data_ptr() for t in (*kv.k, *kv.v)]
+    kv.unmap()
+    kv.map(9)
+    assert [t.data_ptr() for t in (*kv.k, *kv.v)] == before
+    assert all(t.is_contiguous() for t in (*kv.k, *kv.v))
 
 
 def test_copies_are_whole_pages_in_all_layers() -> None:

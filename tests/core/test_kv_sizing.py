@@ -1,26 +1,26 @@
 """How large the KV cache gets."""
 
-import os
-from pathlib import Path
-
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenspeed_rl.config import EngineConfig
-from tokenspeed_rl.core import kv_sizing
-from tokenspeed_rl.core.kv_sizing import KVSize, free_bytes, kv_size
+from tokenspeed_rl.core.kv_sizing import KVSize, kv_size, most_pages
 from tokenspeed_rl.errors import OutOfMemoryError
 
-CPU = torch.device("cpu")
 
-
-def size(free: int, context: int = 1000, per_page: int = 100, **settings: object) -> KVSize:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_sizing, "free_bytes", lambda device: free)
-        config = EngineConfig(**settings)  # type: ignore[arg-type]
-        return kv_size(config, bytes_per_page=per_page, context=context, device=CPU)
+def size(
+    free: int,
+    context: int = 1000,
+    per_page: int = 100,
+    total: int = 10**12,
+    stripes: int = 1,
+    unit: int = 1,
+    **settings: object,
+) -> KVSize:
+    config = EngineConfig(**settings)  # type: ignore[arg-type]
+    most = most_pages(config, bytes_per_page=per_page, context=context, total=total)
+    return kv_size(config, bytes_per_page=per_page, stripes=stripes, unit=unit, most=most, free=free)
 
 
 def test_an_explicit_capacity_is_what_it_says() -> None:
@@ -36,10 +36,36 @@ def test_a_share_of_free_memory_is_taken() -> None:
     assert size(10_000, mem_fraction=0.5, reserve_bytes=4_050).pages == 29
 
 
+@given(
+    free=st.integers(0, 10**6),
+    stripes=st.integers(1, 9),
+    stripe_bytes=st.integers(1, 500),
+    unit=st.sampled_from([1, 16, 4096]),
+    running=st.integers(1, 50),
+)
+def test_what_is_mapped_stays_within_the_share(
+    free: int, stripes: int, stripe_bytes: int, unit: int, running: int
+) -> None:
+    """A1: a device maps whole units in every stripe; rounded up to those, the pages are no more than the
+    share they were given, and the largest number of which that is true."""
+    settings = {"context": 16, "max_running_requests": running, "mem_fraction": 1.0}
+
+    def mapped(pages: int) -> int:
+        return -(-pages * stripe_bytes // unit) * unit * stripes
+
+    try:
+        pages = size(free, per_page=stripes * stripe_bytes, stripes=stripes, unit=unit, **settings).pages
+    except OutOfMemoryError as error:
+        assert free < mapped(1) == error.wanted
+    else:
+        assert mapped(pages) <= free and (pages == running or mapped(pages + 1) > free)
+
+
 def test_no_more_is_mapped_than_could_be_used() -> None:
     """A machine with much memory gives a small model no more than all running requests' full contexts."""
     small = size(10**9, context=17, max_running_requests=3)
     assert small.pages == 3 * 2
+    assert size(10**9, context=17, max_running_requests=3, total=450).pages == 4
 
 
 @pytest.mark.parametrize("reserve", [0, 950, 2000])
@@ -70,28 +96,3 @@ def test_whatever_is_accepted_fits_the_pages(
     assert min(found.tokens, context) <= found.pages * page_size
     if total is None:
         assert found.pages * 100 <= free * 0.5
-
-
-def test_free_memory_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free bytes of the CPU are at most what the machine has, and that where nothing else is known."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 < free_bytes(CPU) <= total
-    monkeypatch.setattr(kv_sizing, "Path", lambda path: tmp_path / path[1:])
-    assert free_bytes(CPU) == total
-
-
-def test_the_limit_of_the_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a container what is left of its limit is free, with what can be reclaimed; without one, all is."""
-    stat = "anon 1\ninactive_file 250000\n"
-    files = {"memory.max": "5000000\n", "memory.current": "4000000\n", "memory.stat": stat}
-    for name, content in files.items():
-        (tmp_path / name).write_text(content)
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
-    monkeypatch.setattr(kv_sizing, "Path", lambda path: meminfo if path == "/proc/meminfo" else tmp_path)
-    assert free_bytes(CPU) == 1_250_000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert free_bytes(CPU) == 8_192_000
-    for name in files:
-        (tmp_path / name).unlink()
-    assert free_bytes(CPU) == 8_192_000

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from tokenspeed_rl.cache.kv_cache import KVCache
+from tokenspeed_rl.cache.kv_cache import KVCache, KVLayout
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
+from tokenspeed_rl.memory import HostMemory
 from tokenspeed_rl.models import Decoder, slots, spec_from_config
 
 CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -33,14 +34,15 @@ class Paged:
     def __init__(self, decoder: Decoder, dtype: torch.dtype, pages: int = 40, page_size: int = 4) -> None:
         spec = decoder.spec
         self.decoder, self.page_size = decoder, page_size
-        self.kv = KVCache(
+        layout = KVLayout(
             num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             page_size=page_size,
             head_dim=spec.head_dim,
             dtype=dtype,
-            device=torch.device("cpu"),
         )
+        memory = HostMemory()
+        self.kv = KVCache(layout, pages, lambda nbytes, stripes: memory.reserve("kv_cache", nbytes, stripes))
         self.kv.map(pages)
         for cache in (*self.kv.k, *self.kv.v):
             cache.fill_(torch.nan)  # what was never written must not be read

@@ -16,11 +16,22 @@ PLACES = {
 }
 LAYERS = [
     {"tokenspeed_rl_kernels"},
-    {"config", "sampling_params", "prompts", "requests", "errors", "protocol"},
+    {"alias", "config", "sampling_params", "prompts", "requests", "errors", "protocol", "region"},
     {"cache", "memory", "weights", "distributed"},
     {"models", "layers", "lifecycle"},
     {"core"},
-    {"engine", "async_llm", "llm", "generate_stream", "unavailable"},
+    {
+        "engine",
+        "async_llm",
+        "llm",
+        "client_base",
+        "client_control",
+        "client_weights",
+        "engine_control",
+        "engine_weights",
+        "generate_stream",
+        "unavailable",
+    },
     {"rl", "integrations", "tracking", "display"},
     {"recipes", "configs", "__main__"},
 ]
