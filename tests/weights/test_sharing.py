@@ -278,7 +278,7 @@ def test_the_interpreter_exits_cleanly_with_modules_still_shared():
     script = """
         import torch
         from torch import nn
-        from tokenspeed_rl.weights.alias import tensor_at
+        from tokenspeed_rl.alias import tensor_at
         block = torch.zeros(16)
         param = nn.Parameter(torch.zeros(16))
         param.data = tensor_at(block.data_ptr(), (16,), dtype=block.dtype, device=block.device, owner=block)

@@ -3,51 +3,86 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from io import BufferedReader
 from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from tokenspeed_rl.errors import ConfigError
-from tokenspeed_rl.weights.mapping import Coverage, Slot
+from tokenspeed_rl.weights.mapping import Slot
 from tokenspeed_rl.weights.receipt import Receipt
 from tokenspeed_rl.weights.shards import Entry, entries
 from tokenspeed_rl.weights.store import WeightStore
+from tokenspeed_rl.weights.update import WeightUpdate
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-@torch.no_grad()
 def load_checkpoint(store: WeightStore, directory: Path) -> Receipt:
     """Read the safetensors checkpoint in `directory` into the store, one tensor at a time, cast to its dtype.
 
-    All headers are read and judged before the first byte is written: each weight of the model exactly once.
     The store's first weights are then valid.
 
     Raises:
-        ConfigError: the files are missing, damaged, quantised, or in another format.
+        ConfigError, WeightUpdateError: as `read_checkpoint`.
+    """
+    update = WeightUpdate(store, kind="loaded")
+    named = read_checkpoint(update, directory)
+    store.allocate()
+    try:
+        update.run(named)
+        return update.commit()
+    except BaseException:
+        update.fail(f"the checkpoint in {directory} could not be read")
+        raise
+
+
+def read_checkpoint(update: WeightUpdate, directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Judge the safetensors checkpoint in `directory`, then read its (name, tensor) pairs one at a time.
+
+    All headers are read and judged against `update` at the call, before anything is written: each weight of
+    the model exactly once. Tensors are read, not mapped: a file that is cut short meanwhile is an error.
+
+    Raises:
+        ConfigError: the directory or its files are missing, damaged, quantised, or in another format.
         WeightUpdateError: the tensors don't fit the model: missing, unknown, mis-shaped, given twice.
     """
-    began = time.perf_counter()
+    if not directory.is_dir():
+        raise ConfigError(
+            "the checkpoint must be a directory", got=str(directory), fix="Pass the path of a saved model."
+        )
     promised = entries(directory)
-    coverage = Coverage(store.names)
-    targets = [coverage.claim(entry.name, entry.shape) for entry in promised]
-    _check_floats([entry for entry, target in zip(promised, targets, strict=True) if target is not None])
-    coverage.check()
-    store.allocate()
-    nbytes = 0
-    for path, group in groupby(zip(promised, targets, strict=True), key=lambda pair: pair[0].shard):
+    targets = update.check_promised([(entry.name, entry.shape) for entry in promised])
+    weights = [(entry, target) for entry, target in zip(promised, targets, strict=True) if target is not None]
+    _check_floats([entry for entry, _ in weights])
+    tied = {target.slot.name for _, target in weights if target.again}
+    if tied:
+        update.check_tied(list(_read([entry for entry, target in weights if target.slot.name in tied])))
+    return _read([entry for entry, _ in weights])
+
+
+def _read(found: Sequence[Entry]) -> Iterator[tuple[str, Tensor]]:
+    for path, group in groupby(found, key=lambda entry: entry.shard):
         try:
-            with safe_open(path, framework="pt", device="cpu") as shard:
-                for entry, target in group:
-                    if target is not None:
-                        nbytes += store.write(target, shard.get_tensor(entry.name))
-        except (SafetensorError, OSError) as error:
+            with path.open("rb") as file:
+                for entry in group:
+                    yield entry.name, _read_tensor(file, entry)
+        except OSError as error:
             raise ConfigError(
                 f"{path} could not be read: {error}", fix="Copy or download the file again."
             ) from error
-    store.version.start()
-    seconds = time.perf_counter() - began
-    return store.receipt(loaded=coverage.loaded, nbytes=nbytes, seconds=seconds, kind="loaded")
+
+
+def _read_tensor(file: BufferedReader, entry: Entry) -> Tensor:
+    tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+    raw = tensor.view(-1).view(torch.uint8).numpy()
+    file.seek(entry.start)
+    if file.readinto(raw.data) < raw.nbytes:
+        raise OSError(f"it ends within {entry.name}")
+    return tensor
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -61,14 +61,13 @@ class Target:
     stop: int
     again: bool = False
     """The parts were written under their tied name already: the tensor must hold the same values."""
+    parts: tuple[Part, ...] = field(init=False, compare=False)
+    shape: tuple[int, ...] = field(init=False, compare=False)
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.slot.parts[self.start : self.stop]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return Slot(self.slot.name, self.parts).shape
+    def __post_init__(self) -> None:
+        parts = self.slot.parts[self.start : self.stop]
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "shape", Slot(self.slot.name, parts).shape)
 
 
 def canonical(name: str) -> str:
@@ -114,7 +113,11 @@ class NameMap:
 
     def resolve(self, name: str) -> Target | None:
         """Where the tensor `name` goes; None for a name that is no weight of this model."""
-        return self._targets.get(canonical(name))
+        return self._targets.get(self.canonical(name))
+
+    def canonical(self, name: str) -> str:
+        """`canonical`, at once for a name that is known as it stands."""
+        return name if name in self._targets else canonical(name)
 
     @property
     def hf_names(self) -> list[str]:
@@ -131,42 +134,61 @@ class Coverage:
     """
 
     names: NameMap
+    earlier: Mapping[str, str] = field(default_factory=dict)
+    """What earlier pieces of the same version wrote: as `claimed`. Given again it is written again."""
+    claimed: dict[str, str] = field(default_factory=dict)
+    """Hugging Face name of each part claimed -> the canonical name under which it was given."""
     unknown: list[str] = field(default_factory=list)
     misshaped: list[str] = field(default_factory=list)
+    unfit: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
-    _claimed: dict[str, str] = field(default_factory=dict)  # part -> the canonical name that wrote it
     _offered: set[str] = field(default_factory=set)  # parts that were given, in whatever shape
 
-    def claim(self, name: str, shape: Sequence[int]) -> Target | None:
-        """The place of the tensor `name`; None when it is an offender (noted) or follows from the config."""
-        bare = canonical(name)
+    def claim(self, name: str, shape: Sequence[int], fault: str | None = None) -> Target | None:
+        """The place of the tensor `name`; None when it is an offender (noted) or follows from the config.
+
+        Args:
+            fault: what makes the tensor unfit whatever its name and shape, None for nothing.
+        """
+        bare = self.names.canonical(name)
         target = self.names.resolve(bare)
         if target is None:
             if not bare.endswith(_DERIVED):
                 self.unknown.append(name)
             return None
-        self._offered.update(part.hf_name for part in target.parts)
-        if tuple(shape) != target.shape:
+        parts = [part.hf_name for part in target.parts]
+        self._offered.update(parts)
+        if fault is not None:
+            self.unfit.append(f"{name} is {fault}")
+        elif tuple(shape) != target.shape:
             self.misshaped.append(f"{name} {list(shape)} instead of {list(target.shape)}")
-            return None
-        writers = {self._claimed.get(part.hf_name) for part in target.parts}
-        if writers == {None}:
-            self._claimed.update((part.hf_name, bare) for part in target.parts)
-            return target
-        if self.names.tied and len(target.parts) == 1 and (bare == _HEAD) != (writers == {_HEAD}):
+        elif self.claimed.keys().isdisjoint(parts):
+            self.claimed.update(dict.fromkeys(parts, bare))
+            return replace(target, again=True) if self._is_tied(bare, self.earlier) else target
+        elif self._is_tied(bare, self.claimed):
             return replace(target, again=True)
-        self.repeated.append(name)
+        else:
+            self.repeated.append(name)
         return None
+
+    def _is_tied(self, bare: str, writers: Mapping[str, str]) -> bool:
+        """Whether `writers` gave, by the other of the two names, the weight that `bare` names."""
+        writer = writers.get(self.names.embedding) if self.names.tied else None
+        return writer is not None and (bare == _HEAD) != (writer == _HEAD) and self._is_embedding(bare)
+
+    def _is_embedding(self, bare: str) -> bool:
+        target = self.names.resolve(bare)
+        return target is not None and target.parts[0].hf_name == self.names.embedding
 
     @property
     def loaded(self) -> tuple[str, ...]:
         """Hugging Face names of the parts claimed, in slot order."""
-        return tuple(name for name in self.names.hf_names if name in self._claimed)
+        return tuple(name for name in self.names.hf_names if name in self.claimed)
 
     @property
     def missing(self) -> tuple[str, ...]:
         """Hugging Face names of the parts that nothing has claimed, in slot order."""
-        return tuple(name for name in self.names.hf_names if name not in self._claimed)
+        return tuple(name for name in self.names.hf_names if name not in self.claimed)
 
     def check(self, *, complete: bool = True) -> None:
         """Raise `WeightUpdateError` with counts and the first offenders, unless every claim was right.
@@ -178,6 +200,7 @@ class Coverage:
             "missing": [name for name in self.missing if complete and name not in self._offered],
             "unknown": self.unknown,
             "mis-shaped": self.misshaped,
+            "unfit": self.unfit,
             "given twice": self.repeated,
         }
         if not any(kinds.values()):

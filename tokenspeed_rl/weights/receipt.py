@@ -10,21 +10,21 @@ from tokenspeed_rl.errors import EngineStateError
 
 @dataclass(slots=True, kw_only=True)
 class Receipt:
-    """Report of one committed change of the weights."""
+    """Report of one change of the weights."""
 
     loaded: tuple[str, ...]
     """Hugging Face names of the weights that were written or, when shared, seen; ties once."""
     missing: tuple[str, ...] = ()
-    """Names that a partial update left as they were."""
+    """What a partial update left as it was; of a piece of a version: what the version still lacks."""
     unknown: tuple[str, ...] = ()
     """Names that belong to no weight; empty, as such an update is refused."""
     bytes: int
     """Bytes copied into the engine: 0 for shared weights."""
     seconds: float
     version: str
-    """Label of the weights after the change."""
+    """Label of the weights after the change; ``"invalid"`` while they are no complete set."""
     kind: str
-    """``loaded`` (from disk), ``random``, ``shared``."""
+    """``loaded`` (at the start), ``random``, ``shared``, ``tensor``, ``distributed``, ``disk``."""
     compute_checksum: Callable[[], str | None] = field(repr=False)
     """Digest of the weights, None when they have changed since."""
     _checksum: str | None = field(default=None, repr=False)
@@ -36,13 +36,13 @@ class Receipt:
         Of shared weights it is the digest of what the trainer has there at that moment.
 
         Raises:
-            EngineStateError: the weights have changed since, so their digest can't be had any more.
+            EngineStateError: the weights are invalid, or have changed since, so their digest can't be had.
         """
         if self._checksum is None:
             self._checksum = self.compute_checksum()
         if self._checksum is None:
             raise EngineStateError(
-                f"the weights of version {self.version!r} are gone, so their checksum can't be computed",
-                fix="Read receipt.checksum before the next change of the weights.",
+                f"the weights of version {self.version!r} are incomplete or gone, and have no checksum",
+                fix="Read receipt.checksum of a complete update, before the next change of the weights.",
             )
         return self._checksum

@@ -28,6 +28,8 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     shard: Path
+    start: int = 0
+    """Where in the shard its bytes start."""
 
     @property
     def is_float(self) -> bool:
@@ -99,7 +101,11 @@ def read_header(path: Path) -> list[Entry]:
         end = stop
     if end != room:
         raise _broken(path, f"{room:,} bytes of data where its tensors take {end:,}")
-    return [Entry(name, tuple(fields["shape"]), fields["dtype"], path) for _, name, fields in spans]
+    begin = _PREFIX_BYTES + length
+    return [
+        Entry(name, tuple(fields["shape"]), fields["dtype"], path, begin + start)
+        for (start, _), name, fields in spans
+    ]
 
 
 def _span(path: Path, name: str, fields: Any, room: int) -> tuple[int, int]:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from tokenspeed_rl.alias import are_adjacent, fuse, owns_its_storage, tensor_at
 from tokenspeed_rl.errors import ConfigError, WeightsInvalidError
-from tokenspeed_rl.weights.alias import are_adjacent, fuse, owns_its_storage, tensor_at
 from tokenspeed_rl.weights.mapping import Slot, canonical
 from tokenspeed_rl.weights.receipt import Receipt
+from tokenspeed_rl.weights.snapshot import ModuleSnapshot
 from tokenspeed_rl.weights.store import WeightStore
 from tokenspeed_rl.weights.structure import address_of, check_module, unwrap
 
@@ -51,12 +52,12 @@ def share(
     with torch.inference_mode(False), torch.no_grad():
         params = {canonical(name): param for name, param in root.named_parameters(remove_duplicate=False)}
         uses = Counter(_storage(param) for param in params.values())
-        _settle(store.device)
+        store.settle()
         shared = {
             slot.name: _join([params[part.hf_name] for part in slot.parts], slot, uses)
             for slot in store.slots
         }
-        _settle(store.device)
+        store.settle()
     store.borrow(shared)
     if store.version.epoch == 0 and version is None:
         store.version.start()
@@ -95,12 +96,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _settle(device: torch.device) -> None:
-    """Wait for kernels on any stream that read the old memory, or write the new."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Where a parameter is found, and where its values were when it was shared."""
@@ -132,6 +127,7 @@ class SharedWeights:
             for key, child in parent._modules.items()
         ]
         self._places = list(_places(root))
+        self._seen = ModuleSnapshot(root)
         self.receipt = self._receipt(seconds)
 
     def check_storage(self) -> None:
@@ -175,15 +171,19 @@ class SharedWeights:
     def weights_changed(self, version: str | None = None) -> Receipt:
         """Commit the values that the trainer wrote in place, as a complete update of 0 bytes.
 
+        Cheap enough for each optimizer step: a module that looks as it did isn't judged again.
+
         Args:
             version: label of the weights; None as `WeightVersion.commit` says.
 
         Raises:
-            WeightsInvalidError, ConfigError: as `check_storage` and `check_structure`, which run first.
+            WeightsInvalidError, ConfigError: as `check_storage` and `check_structure`.
         """
         began = time.perf_counter()
-        self.check_storage()
-        self.check_structure()
+        if not self._seen.holds():
+            self.check_storage()
+            self.check_structure()
+            self._seen = ModuleSnapshot(self.module)
         self._store.version.commit(version)
         self.receipt = self._receipt(time.perf_counter() - began)
         return self.receipt

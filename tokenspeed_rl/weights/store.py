@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tokenspeed_rl.errors import WeightUpdateError
+from tokenspeed_rl.region import Region
 from tokenspeed_rl.weights.digest import checksum
 from tokenspeed_rl.weights.mapping import NameMap, Slot, Target
 from tokenspeed_rl.weights.receipt import Receipt
 from tokenspeed_rl.weights.version import WeightVersion
 
+_AT_ONCE = 1 << 22  # values compared at a time
 ALIGNMENT = 256
 """Bytes: every owned slot starts at a multiple, enough for vector loads on any device."""
 
@@ -32,7 +33,10 @@ class WeightStore:
         dtype: torch.dtype,
         device: torch.device | str,
         version: str = "default",
+        reserve: Callable[[int], Region] | None = None,
     ) -> None:
+        """`reserve` gives a region of so many bytes for weights of the engine's own; None: memory of torch's,
+        which can't be released."""
         self.slots = tuple(slots)
         self.names = NameMap(self.slots)
         self.dtype = dtype
@@ -40,6 +44,12 @@ class WeightStore:
         self.version = WeightVersion(version)
         self.weights: dict[str, tuple[Tensor, ...]] = {}
         self.owned = False
+        self.region: Region | None = None
+        self.guard: Callable[[Callable[[], str | None]], str | None] = _at_once
+        """Through what a receipt's checksum reads the weights later, when they may sleep or be half written."""
+        self.region_bytes = 0
+        self._reserve = reserve
+        self._changes = 0  # odd while an update is writing
 
     @property
     def nbytes(self) -> int:
@@ -55,18 +65,25 @@ class WeightStore:
             size = sum(part.numel for part in slot.parts) * self.dtype.itemsize
             places[slot.name] = (total, size)
             total += -(-size // ALIGNMENT) * ALIGNMENT
-        region = torch.empty(total + ALIGNMENT, dtype=torch.uint8, device=self.device)
-        skip = -region.data_ptr() % ALIGNMENT
+        raw = self._map(total + ALIGNMENT)
+        skip = -raw.data_ptr() % ALIGNMENT
         for slot in self.slots:
             start, size = places[slot.name]
-            raw = region[skip + start : skip + start + size]
-            self.weights[slot.name] = (raw.view(self.dtype).view(slot.shape),)
+            self.weights[slot.name] = (
+                raw[skip + start : skip + start + size].view(self.dtype).view(slot.shape),
+            )
         self.owned = True
 
     def borrow(self, tensors: Mapping[str, tuple[Tensor, ...]]) -> None:
         """Read every slot from somebody else's tensors from now on; memory of the engine's own is let go."""
         self.weights.update(tensors)
         self.owned = False
+        self._let_go()
+
+    def close(self) -> None:
+        """Forget every tensor, and give back what is the engine's own as soon as nobody holds one."""
+        self.weights.clear()
+        self._let_go()
 
     def parts(self, target: Target) -> list[Tensor]:
         """Views of the target's parts, in order, each with its own shape."""
@@ -76,28 +93,56 @@ class WeightStore:
         sizes = [part.shape[0] for part in target.slot.parts]
         return list(tensors[0].split(sizes)[target.start : target.stop])
 
-    @torch.no_grad()
+    def places(self, target: Target) -> list[Tensor]:
+        """Views that cover the target's memory: one where its parts lie side by side, else one for each."""
+        tensors = self.weights[target.slot.name]
+        if len(tensors) == len(target.slot.parts):
+            return list(tensors[target.start : target.stop])
+        rows = [part.shape[0] for part in target.slot.parts]
+        return [tensors[0].narrow(0, sum(rows[: target.start]), sum(rows[target.start : target.stop]))]
+
     def write(self, target: Target, tensor: Tensor) -> int:
         """Copy `tensor` (the target's shape, any strides, device or float dtype) into its slot, cast once.
 
         Returns:
-            Bytes written; 0 for a tied weight that is there already.
-
-        Raises:
-            WeightUpdateError: the tensor is tied to one already written and differs from it.
+            Bytes written.
         """
-        parts = self.parts(target)
-        pieces = tensor.split([part.shape[0] for part in target.parts]) if len(parts) > 1 else (tensor,)
-        if target.again:
-            if not all(torch.equal(part, piece.to(part)) for part, piece in zip(parts, pieces, strict=True)):
-                raise WeightUpdateError(
-                    "lm_head.weight and the embedding differ, but the model's config ties them",
-                    fix="Give one of them, or set tie_word_embeddings=False in the model's config.",
-                )
-            return 0
-        for part, piece in zip(parts, pieces, strict=True):
-            part.copy_(piece)
-        return sum(part.nbytes for part in parts)
+        places = self.places(target)
+        for place, piece in zip(places, _split(tensor.detach(), places), strict=True):
+            place.copy_(piece)
+        return sum(place.nbytes for place in places)
+
+    @torch.no_grad()
+    def agrees(self, target: Target, tensor: Tensor, given: Tensor | None = None) -> bool:
+        """Whether `tensor`, cast as it would be written, equals the weight it is tied to.
+
+        Args:
+            given: that weight as it came, not yet written; None: what the store holds at `target`.
+        """
+        others = self.places(target) if given is None else [given]
+        return all(
+            _equal(other, piece, self.dtype)
+            for other, piece in zip(others, _split(tensor, others), strict=True)
+        )
+
+    def settle(self) -> None:
+        """Wait for everything that reads or writes the weights on the device, on whatever stream."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def begin_writing(self) -> None:
+        """An update is about to change bytes: no checksum can be had before `end_writing`. Any one thread."""
+        assert self._changes % 2 == 0
+        self.settle()
+        self._changes += 1
+
+    def end_writing(self) -> None:
+        """The update's bytes are all there, or its old ones are back."""
+        assert self._changes % 2 == 1
+        try:
+            self.settle()
+        finally:
+            self._changes += 1
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, live view) of every weight, ties once, in slot order."""
@@ -109,17 +154,75 @@ class WeightStore:
         """`tokenspeed_rl.weights.checksum` of `parameters`."""
         return checksum(self.parameters())
 
-    def receipt(self, *, loaded: Sequence[str], nbytes: int, seconds: float, kind: str) -> Receipt:
-        """Report of the change just committed; the checksum is computed when first asked for."""
+    def receipt(
+        self, *, loaded: Sequence[str], nbytes: int, seconds: float, kind: str, missing: Sequence[str] = ()
+    ) -> Receipt:
+        """Report of the change just made; the checksum is computed when first asked for."""
         return Receipt(
             loaded=tuple(loaded),
+            missing=tuple(missing),
             bytes=nbytes,
             seconds=seconds,
-            version=self.version.label,
+            version=self.version.label if self.version.valid else "invalid",
             kind=kind,
             compute_checksum=self._checksum_of_epoch(),
         )
 
+    def _map(self, nbytes: int) -> Tensor:
+        """[at least nbytes] uint8 of the engine's own."""
+        if self._reserve is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        region = self._reserve(nbytes)
+        try:
+            region.map(nbytes)
+        except BaseException:
+            region.close()
+            raise
+        self.region, self.region_bytes = region, nbytes
+        return region.bytes[0]
+
+    def _let_go(self) -> None:
+        region, self.region, self.region_bytes = self.region, None, 0
+        if region is not None:
+            region.close()
+
     def _checksum_of_epoch(self) -> Callable[[], str | None]:
-        epoch = self.version.epoch
-        return lambda: self.checksum() if self.version.valid and self.version.epoch == epoch else None
+        epoch, valid = self.version.epoch, self.version.valid
+
+        def compute() -> str | None:
+            changes = self._changes
+            if not (valid and self._holds(epoch) and changes % 2 == 0):
+                return None
+            digest = self.checksum()
+            return digest if self._holds(epoch) and self._changes == changes else None
+
+        return lambda: self.guard(compute)
+
+    def _holds(self, epoch: int) -> bool:
+        return self.version.valid and self.version.epoch == epoch
+
+
+def _at_once(read: Callable[[], str | None]) -> str | None:
+    return read()
+
+
+def _split(tensor: Tensor, places: Sequence[Tensor]) -> Sequence[Tensor]:
+    return (tensor,) if len(places) == 1 else tensor.split([place.shape[0] for place in places])
+
+
+def _equal(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
+    """Same values in `dtype`, where a NaN equals itself; at once for one memory under two names.
+
+    A few rows at a time, so that casts and masks take next to no memory.
+    """
+    alike = left.dtype is right.dtype and left.stride() == right.stride()
+    if alike and left.data_ptr() == right.data_ptr() and left.device == right.device:
+        return True
+    rows = max(1, _AT_ONCE * len(left) // max(1, left.numel()))
+    for some, others in zip(left.split(rows), right.split(rows), strict=True):
+        here, there = some.to(dtype), others.to(left.device, dtype)
+        if not torch.equal(here, there):
+            same = (here == there) | (here.isnan() & there.isnan())
+            if not bool(same.all()):
+                return False
+    return True

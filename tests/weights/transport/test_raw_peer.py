@@ -1,0 +1,90 @@
+"""Receiving from a rank 0 that is no `WeightsSender`, but a torch group that somebody made by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tokenspeed_rl.errors import EngineStateError, EngineTimeoutError, WeightUpdateError
+
+NAMED = {
+    "a": torch.randn(5, 3),
+    "b": torch.randn(7).bfloat16(),
+    "c": torch.tensor(2.5),
+    "d": torch.zeros(0, 2),
+}
+
+
+@pytest.fixture
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def make(store: dist.Store, prefix: str) -> Any:
+    return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), 0, 2, timedelta(seconds=20))
+
+
+def broadcast(group: Any, tensor: Tensor) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    group.broadcast([tensor], options).wait()
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["weight_update_group", "weight_update_group/weight_update_group//cpu/"],
+    ids=["by hand", "as init_process_group nests it"],
+)
+def test_plain_broadcasts_in_order(
+    ends: Any, same: Callable[..., bool], store: dist.TCPStore, prefix: str
+) -> None:
+    """`load_format=None` is one broadcast per name from rank 0, whoever that is, update after update."""
+    forming = ends.start(make, store, prefix)
+    receiver = ends.receiver(store.port)
+    raw = forming.result(20)
+    for _ in range(2):
+        taking = ends.start(ends.take, receiver, ends.expected(NAMED), False)
+        for tensor in NAMED.values():
+            broadcast(raw, tensor)
+        assert same(taking.result(30), NAMED)
+    with pytest.raises(WeightUpdateError, match=r"no WeightsSender.*load_format=None"):
+        ends.take(receiver, ends.expected(NAMED), True)
+    assert receiver.broken is None
+
+
+def test_wrong_prefix(ends: Any, store: dist.TCPStore) -> None:
+    """E8: a group of another name is not ours: the wait ends in time, and says what is there."""
+    store.set("other_group/0/0", "somebody's address")
+    with pytest.raises(
+        EngineTimeoutError, match=r"'weight_update_group' didn't appear.*there is other_group"
+    ):
+        ends.receiver(store.port, timeout=0.6)
+
+
+@pytest.mark.parametrize("ending", ["goes away", "sends nothing"])
+def test_raw_sender_that_fails_half_way(ends: Any, store: dist.TCPStore, ending: str) -> None:
+    """E8: without an agreement nobody knows what is under way afterwards: the group must be joined again."""
+    forming = ends.start(make, store, "weight_update_group")
+    receiver = ends.receiver(store.port)
+    raw = [forming.result(20)]
+    del forming  # it holds the group as well
+    half = threading.Event()
+    taking = ends.start(ends.take, receiver, ends.expected(NAMED), False, 1.0, half.set)
+    broadcast(raw[0], NAMED["a"])
+    assert half.wait(20)
+    if ending == "goes away":
+        raw.clear()
+    with pytest.raises(WeightUpdateError if ending == "goes away" else EngineTimeoutError):
+        taking.result(20)
+    with pytest.raises(
+        EngineStateError, match=r"can't be used: a transfer failed.*init_weights_update_group"
+    ):
+        ends.take(receiver, ends.expected(NAMED), False)
+    assert not receiver.alive()

@@ -1,0 +1,64 @@
+"""What a module that was found right looks like, to see at a glance that it still does."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class ModuleSnapshot:
+    """Everything by which a module could come to compute something else, or from other memory.
+
+    Per module: its class, a `forward` of its own, hooks, children and parameters; per class: its `forward`;
+    per parameter: address, shape, strides, dtype and device. Values don't count. It keeps what it has seen
+    alive, so that no identity is used twice.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        modules = list(root.modules())
+        self._modules = [
+            (
+                module.__dict__,
+                module,
+                type(module),
+                module.__dict__.get("forward"),
+                dict(module._forward_hooks),
+                dict(module._forward_pre_hooks),
+                dict(module._modules),
+                list(map(id, module._parameters.values())),
+            )
+            for module in modules
+        ]
+        params = [param for module in modules for param in module._parameters.values() if param is not None]
+        self._params = list({id(param): param for param in params}.values())
+        self._places = self._look_at_places()
+        kinds = {type(module) for module in modules}
+        self._forwards = {kind: kind.forward for kind in kinds}
+        self._activation = self._look_at_activation()
+
+    def holds(self) -> bool:
+        """Whether all of it is as it was; False may be harmless, and wants a closer look."""
+        for held, module, kind, forward, hooks, pre_hooks, children, params in self._modules:
+            if (
+                type(module) is not kind
+                or held.get("forward") is not forward
+                or held["_forward_hooks"] != hooks
+                or held["_forward_pre_hooks"] != pre_hooks
+                or held["_modules"] != children
+                or list(map(id, held["_parameters"].values())) != params
+            ):
+                return False
+        return (
+            self._look_at_places() == self._places
+            and all(kind.forward is forward for kind, forward in self._forwards.items())
+            and self._look_at_activation() == self._activation
+        )
+
+    def _look_at_places(self) -> list[tuple[object, ...]]:
+        return [
+            (param.data_ptr(), param.dtype, param.device, param.shape, param.stride())
+            for param in self._params
+        ]
+
+    def _look_at_activation(self) -> object:
+        return getattr(getattr(self._root, "config", None), "hidden_act", None)
