@@ -4,13 +4,12 @@ back."""
 import asyncio
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
-
+from tokenspeed_rl.client_control import ControlMembers
+from tokenspeed_rl.client_weights import WeightMembers
 from tokenspeed_rl.config import EngineConfig, from_overrides
 from tokenspeed_rl.core.engine_core import EngineCore
 from tokenspeed_rl.errors import ConfigError, EngineStateError, RequestError
@@ -21,16 +20,14 @@ from tokenspeed_rl.requests import (
     FlushCacheReqOutput,
     GenerateReqInput,
     GetLoadReqOutput,
-    GetWeightsByNameReqInput,
 )
-from tokenspeed_rl.sampling_params import check_integer, check_timeout
+from tokenspeed_rl.sampling_params import check_timeout
 from tokenspeed_rl.unavailable import UnavailableMembers
-from tokenspeed_rl.weights.receipt import Receipt
 
 R = TypeVar("R")
 
 
-class AsyncLLM(UnavailableMembers, EngineClient):
+class AsyncLLM(WeightMembers, ControlMembers, UnavailableMembers, EngineClient):
     """An engine, for callers on any number of event loops and threads.
 
     Args:
@@ -79,24 +76,33 @@ class AsyncLLM(UnavailableMembers, EngineClient):
         return self.submit(obj)
 
     def submit(
-        self, obj: GenerateReqInput | EmbeddingReqInput, *, on_finish: Callable[[], object] | None = None
+        self,
+        obj: GenerateReqInput | EmbeddingReqInput,
+        *,
+        wait: bool = True,
+        on_finish: Callable[[], object] | None = None,
     ) -> GenerateStream:
         """`generate_request`, with a witness.
 
         A list of prompts is submitted as a whole: no step runs between its first and its last. While its
-        consumer waits, `on_finish` is called on its event loop as each sample ends.
+        consumer waits, `on_finish` is called on its event loop as each sample ends. Without `wait` what would
+        keep it waiting is raised, as `require_runnable` does.
         """
         if isinstance(obj, EmbeddingReqInput):
             raise self.lacking("embeddings and scores")
         if not isinstance(obj, GenerateReqInput):
             raise RequestError("a request must be a GenerateReqInput", got=obj, fix="Pass that struct.")
+        self.check_outside("generate")
         core = self._core
         self.check_alive()
         if self._status == "unhealthy":
             raise EngineStateError(
                 "the engine was marked unhealthy", fix="Call mark_server_up() when it is not."
             )
-        core.source.check_shared()
+        if not wait:
+            self.require_runnable()  # before anything is mapped for it
+        if "weights" not in core.life.residency.released:  # else their wake checks
+            core.source.check_shared()
         progress = Progress(eager=obj.stream or on_finish is not None)
         requests = core.intake.prepare(obj, capacity=core.capacity(), publish=progress.publish)
         return GenerateStream(
@@ -107,6 +113,7 @@ class AsyncLLM(UnavailableMembers, EngineClient):
             stream=obj.stream,
             as_list=obj.is_batch,
             on_finish=on_finish,
+            check=None if wait else core.life.require_runnable,
             owner=self,
         )
 
@@ -115,14 +122,15 @@ class AsyncLLM(UnavailableMembers, EngineClient):
         obj: GenerateReqInput | EmbeddingReqInput,
         *,
         timeout: float | None = None,
+        wait: bool = True,
     ) -> Any:
-        """The final result of `obj`, also of a streaming one.
+        """The final result of `obj`, also of a streaming one; `wait` as for `submit`.
 
         Raises:
             EngineTimeoutError: not done after `timeout` seconds; its requests were aborted.
         """
         check_timeout(timeout)
-        return await self.submit(without_stream(obj)).result(timeout)
+        return await self.submit(without_stream(obj), wait=wait).result(timeout)
 
     def abort_request(self, rid: str) -> None:
         """End every sample of `rid` now, with what it has; unknown or finished: no-op."""
@@ -137,76 +145,16 @@ class AsyncLLM(UnavailableMembers, EngineClient):
         self.check_alive()
         self._core.loop.abort([_checked_rid(rid)])
 
+    def require_runnable(self) -> None:
+        """Raise what would keep a request waiting now: EngineStateError asleep, paused or about to sleep,
+        WeightsInvalidError; or that the engine ended."""
+        self.check_alive()
+        self._core.life.require_runnable()
+
     async def flush_cache(self) -> FlushCacheReqOutput:
         """Forget all cached prefixes; pages of live requests return when those end."""
         await self._command(self._core.cache.flush)
         return FlushCacheReqOutput(success=True, message="the prefix cache is empty")
-
-    # Weights
-
-    async def share_weights(self, module: nn.Module, version: str | None = None) -> Receipt:
-        """Read the weights of the live `module` from now on (same architecture); requests in flight
-        re-prefill.
-
-        Raises:
-            ConfigError: the module can't be shared, by name; module and engine are as before.
-        """
-        _check_label(version)
-        core = self._core
-        return await self._command(
-            lambda: core.change_weights(lambda: core.source.share(module, version).receipt)
-        )
-
-    async def weights_changed(self, version: str | None = None) -> Receipt:
-        """Tell the engine that the trainer wrote the shared weights in place: a complete update of 0 bytes.
-
-        Raises:
-            EngineStateError: nothing is shared. WeightsInvalidError, ConfigError: what is shared doesn't hold
-                any more; the weights are invalid until `share_weights`.
-        """
-        _check_label(version)
-        core = self._core
-
-        def change() -> Receipt:
-            if core.source.shared is None:
-                raise EngineStateError(
-                    "no module is shared with this engine", fix="Call share_weights(module) first."
-                )
-            return core.source.shared.weights_changed(version)
-
-        return await self._command(lambda: core.change_weights(change))
-
-    async def get_weights_by_name(self, obj: GetWeightsByNameReqInput) -> Any:
-        """The first `truncate_size` rows of a parameter by its Hugging Face name, as nested lists of
-        floats. Fused names, tied names and wrappers' prefixes are understood."""
-        rows = check_integer("truncate_size", obj.truncate_size, low=0)
-
-        def read() -> Any:
-            self.require_runnable()
-            store = self._core.source.store
-            target = store.names.resolve(obj.name) if isinstance(obj.name, str) else None
-            if target is None:
-                raise RequestError(
-                    "no such parameter", got=obj.name, fix="Names are those of the Hugging Face model."
-                )
-            return torch.cat([part[:rows] for part in store.parts(target)])[:rows].float().tolist()
-
-        return await self._command(read)
-
-    async def weights_checksum(self) -> str:
-        """Digest of the weights, as `tokenspeed_rl.weights.checksum` gives it for the same tensors."""
-        self.require_runnable()
-        return await self._command(self._core.source.store.checksum)
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of every weight, ties once: the live weights themselves."""
-        self.require_runnable()
-        return self._core.source.store.parameters()
-
-    def require_runnable(self) -> None:
-        """Raise what would keep a request waiting now, `WeightsInvalidError`, or that the engine ended."""
-        self.check_alive()
-        self._core.source.store.version.require_valid()
 
     # State
 
@@ -234,24 +182,6 @@ class AsyncLLM(UnavailableMembers, EngineClient):
         self.check_alive()
         self._status = "unhealthy"
 
-    @property
-    def paused(self) -> bool:
-        """Whether admission is paused: never, in this version."""
-        return False
-
-    @property
-    def sleeping(self) -> bool:
-        """Whether any memory is released: never, in this version."""
-        return False
-
-    async def is_scheduler_paused(self) -> bool:
-        """`paused`, also after shutdown."""
-        return self.paused
-
-    async def is_sleeping(self) -> bool:
-        """`sleeping`, also after shutdown."""
-        return self.sleeping
-
     def load(self) -> list[GetLoadReqOutput]:
         """Unfinished samples, how many of them are not running, and pages in use."""
         self.check_alive()
@@ -276,7 +206,7 @@ class AsyncLLM(UnavailableMembers, EngineClient):
             {
                 "server_args": dataclasses.asdict(self.server_args),
                 "status": self._status,
-                "last_refusal": "" if self.refusal is None else str(self.refusal),
+                "last_refusal": self.refusal,
                 **state,
             }
         ]
@@ -284,10 +214,6 @@ class AsyncLLM(UnavailableMembers, EngineClient):
     async def get_internal_state(self) -> list[dict[Any, Any]]:
         """`internal_state`."""
         return self.internal_state()
-
-    def check_alive(self) -> None:
-        """Raises EngineShutdownError or EngineDeadError once the engine has ended."""
-        self._core.loop.check_alive()
 
     # End
 
@@ -308,10 +234,6 @@ class AsyncLLM(UnavailableMembers, EngineClient):
     ) -> None:
         await asyncio.to_thread(self.shutdown)
 
-    async def _command(self, command: Callable[[], R]) -> R:
-        """Run `command` on the loop's thread between two steps."""
-        return await asyncio.wrap_future(self._core.loop.call(command))
-
 
 def without_stream(obj: Any) -> Any:
     """The request, asking for its whole result at once."""
@@ -322,10 +244,3 @@ def _checked_rid(rid: str) -> str:
     if not isinstance(rid, str):
         raise RequestError("rid must be a string", got=rid, fix="Abort one request at a time, or all.")
     return rid
-
-
-def _check_label(version: str | None) -> None:
-    if version is not None and not (isinstance(version, str) and version):
-        raise RequestError(
-            "version must be a non-empty string", got=version, fix="None numbers the versions."
-        )

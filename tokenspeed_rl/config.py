@@ -49,7 +49,7 @@ class EngineConfig:
     mem_fraction: float = 0.5
     """Share of the free memory that KV takes when `max_total_tokens` is None; above 0, at most 1."""
     reserve_bytes: int = 0
-    """Bytes of the free memory that are left to the trainer before that share is taken."""
+    """Bytes of the free memory that are left to the trainer before that share is taken, at each wake."""
     chunked_prefill_size: int = 2048
     """Most prompt tokens computed in one step, beside one per decoding sample; longer prompts take more."""
     enable_prefix_caching: bool = True
@@ -65,7 +65,8 @@ class EngineConfig:
     weight_version: str = "default"
     """Label of the weights the engine starts with."""
     weights_backup: str = "none"
-    """Where weights go when their memory is released; only "none" (they become invalid) in this version."""
+    """Where weights of the engine's own go when their memory is released: "none" (they become invalid until a
+    complete update) or "cpu" (host memory, pinned for a GPU, and back at the wake)."""
     skip_tokenizer_init: bool = False
     """Load no tokenizer: prompts are token ids and `text` is ""."""
     load_format: str = "auto"
@@ -152,7 +153,7 @@ def _wrong_values(config: EngineConfig) -> list[tuple[str, str]]:
     one_of("compute_dtype", None, why=later)
     one_of("tp_size", 1, why=later)
     one_of("deterministic", False, why=later)
-    one_of("weights_backup", "none", why=later)
+    one_of("weights_backup", "none", "cpu")
     one_of("model_impl", "auto", why=later)
     one_of("attention_backend", "auto", "torch")
     one_of("dtype", "auto", "float32", "bfloat16", "float16")

@@ -1,33 +1,29 @@
 """Engine: the blocking API that trainer code calls."""
 
-import dataclasses
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-
 from tokenspeed_rl.async_llm import AsyncLLM
+from tokenspeed_rl.client_base import make_request
 from tokenspeed_rl.config import EngineConfig
-from tokenspeed_rl.errors import EngineShutdownError, RequestError, nearest
+from tokenspeed_rl.engine_control import ControlVerbs
+from tokenspeed_rl.engine_weights import WeightVerbs
+from tokenspeed_rl.errors import RequestError
 from tokenspeed_rl.llm import LLM
 from tokenspeed_rl.prompts import chat_ids
 from tokenspeed_rl.requests import (
     FlushCacheReqOutput,
     GenerateReqInput,
     GetLoadReqOutput,
-    GetWeightsByNameReqInput,
 )
 from tokenspeed_rl.sampling_params import SamplingParams, check_timeout
 from tokenspeed_rl.unavailable import UnavailableVerbs
-from tokenspeed_rl.weights import Receipt, watch
 
 Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
 
 
-class Engine(UnavailableVerbs):
+class Engine(WeightVerbs, ControlVerbs, UnavailableVerbs):
     """Generates inside the trainer's process; any method may be called from any thread while another
     generates.
 
@@ -83,14 +79,15 @@ class Engine(UnavailableVerbs):
             sampling_params: for all prompts, or a list with one for each.
             return_logprob: return the logprob of every output token.
             stream: return an iterator of messages as tokens come; the requests are submitted at this call.
-            wait: wait for valid weights instead of raising.
+            wait: wait for the wake, the resume or valid weights instead of raising.
             timeout: seconds, after which the requests are aborted. Not for streams.
             use_tqdm: show a progress bar that counts samples. Not for streams.
             request_fields: other fields of `GenerateReqInput`.
 
         Raises:
             RequestError: malformed, or can never be served; nothing was queued.
-            WeightsInvalidError: no complete set of weights. EngineTimeoutError: the timeout passed.
+            EngineStateError: asleep, paused or about to sleep. WeightsInvalidError: no complete set of
+                weights. EngineTimeoutError: the timeout passed.
         """
         obj = self._request(prompt, sampling_params, input_ids, return_logprob, stream, request_fields)
         check_timeout(timeout)
@@ -119,14 +116,12 @@ class Engine(UnavailableVerbs):
         """As `generate`, from a coroutine on any event loop; with `stream` an asynchronous iterator comes
         back."""
         obj = self._request(prompt, sampling_params, input_ids, return_logprob, stream, request_fields)
-        if not wait:
-            self.client.require_runnable()
         if stream:
             if timeout is not None:
                 raise RequestError("timeout is not for streams", fix="Leave it out, or stream=False.")
-            messages: AsyncIterator[Any] = self.client.generate_request(obj)
+            messages: AsyncIterator[Any] = self.client.submit(obj, wait=wait)
             return messages
-        return await self.client.generate(obj, timeout=timeout)
+        return await self.client.generate(obj, timeout=timeout, wait=wait)
 
     def chat(
         self,
@@ -161,40 +156,6 @@ class Engine(UnavailableVerbs):
         else:
             self.client.abort_request(rid)
 
-    # Weights
-
-    def share_weights(self, module: nn.Module) -> Receipt:
-        """Read the weights of the live `module` from now on. See `AsyncLLM.share_weights`."""
-        return self.llm.run(self.client.share_weights(module))
-
-    def weights_changed(self, version: str | None = None) -> Receipt:
-        """The trainer wrote the shared weights in place. See `AsyncLLM.weights_changed`."""
-        return self.llm.run(self.client.weights_changed(version))
-
-    def watch(self, optimizer: Any) -> RemovableHandle:
-        """Call `weights_changed` after every step of `optimizer`, on its thread, until `remove()` of the
-        handle or the end of the engine, which the trainer may well outlive."""
-
-        def changed() -> None:
-            with suppress(EngineShutdownError):
-                self.weights_changed()
-
-        return watch(optimizer, changed)
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of every weight, ties once: the live weights themselves, not to be
-        written."""
-        return self.client.named_parameters()
-
-    def weights_checksum(self) -> str:
-        """Digest of the weights, as `tokenspeed_rl.weights.checksum` gives it for the same tensors."""
-        return self.llm.run(self.client.weights_checksum())
-
-    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:
-        """The first rows of a parameter as nested lists of floats."""
-        obj = GetWeightsByNameReqInput(name=name, truncate_size=truncate_size)
-        return self.llm.run(self.client.get_weights_by_name(obj))
-
     # State
 
     def flush_cache(self) -> FlushCacheReqOutput:
@@ -208,18 +169,6 @@ class Engine(UnavailableVerbs):
     def get_internal_state(self) -> list[dict[Any, Any]]:
         """See `AsyncLLM.internal_state`. At once, as `get_load`."""
         return self.client.internal_state()
-
-    def is_paused(self) -> bool:
-        """Whether admission is paused."""
-        return self.client.paused
-
-    def is_sleeping(self) -> bool:
-        """Whether any memory is released."""
-        return self.client.sleeping
-
-    def resume(self) -> bool:
-        """Lift a pause; nothing to do on a running engine."""
-        return self.llm.run(self.client.resume_scheduler())
 
     # End
 
@@ -240,26 +189,21 @@ class Engine(UnavailableVerbs):
     def _request(
         prompt: Any, params: Params, input_ids: Any, logprob: bool, stream: bool, fields: dict[str, Any]
     ) -> GenerateReqInput:
-        names = {field.name for field in dataclasses.fields(GenerateReqInput)}
-        for name in fields:
-            if name not in names:
-                raise RequestError(f"{name!r} is no field of a request. {nearest(name, names)}")
-        return GenerateReqInput(
+        return make_request(
+            GenerateReqInput,
+            fields,
             text=prompt,
             input_ids=input_ids,
             sampling_params=params,
             return_logprob=logprob,
             stream=stream,
-            **fields,
         )
 
     def _generate_with_bar(self, obj: GenerateReqInput, timeout: float | None, wait: bool) -> Any:
         from tqdm.auto import tqdm  # only where a bar is asked for
 
-        if not wait:
-            self.client.require_runnable()
         with tqdm(unit="sample") as bar:
-            stream = self.client.submit(obj, on_finish=lambda: bar.update(1))
+            stream = self.client.submit(obj, wait=wait, on_finish=lambda: bar.update(1))
             try:
                 bar.total = stream.num_samples
                 return self.llm.run(stream.result(timeout))

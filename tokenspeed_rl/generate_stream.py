@@ -85,9 +85,11 @@ class GenerateStream(AsyncGenerator[Any, None]):
         stream: bool,
         as_list: bool,
         on_finish: Callable[[], object] | None,
+        check: Callable[[], None] | None,
         owner: object,
     ) -> None:
-        """`owner` is the engine, which must not be collected before its last result was taken."""
+        """`check` as for `EngineLoop.submit`; `owner` is the engine, which must not be collected before its
+        last result was taken."""
         self._over = True  # nothing to abandon until it is submitted
         self._owner = owner
         self._on_finish = on_finish
@@ -102,7 +104,11 @@ class GenerateStream(AsyncGenerator[Any, None]):
         self._cursors = deque(StreamCursor(request, tokenizer) for request in requests if stream)
         progress.unfinished = len(requests)
         self._over = False  # before, so that an interrupt behind the submission finds something to abandon
-        loop.submit(requests, progress.fail)
+        try:
+            loop.submit(requests, progress.fail, check)
+        except BaseException:
+            self.abandon()
+            raise
 
     @property
     def num_samples(self) -> int:

@@ -80,13 +80,12 @@ class LLM:
 
         Raises:
             EngineTimeoutError: not done after `timeout` seconds; its requests were aborted.
-            WeightsInvalidError: no complete set of weights, and not `wait`: who blocks would never bring it.
+            EngineStateError, WeightsInvalidError: asleep, paused, or no complete set of weights, and not
+                `wait`: who blocks would never change it.
         """
         check_timeout(timeout)
         started = time.monotonic()
-        if not wait:
-            self.async_llm.require_runnable()
-        stream = self.async_llm.submit(without_stream(obj))
+        stream = self.async_llm.submit(without_stream(obj), wait=wait)
         try:
             left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
             return self.run(stream.result(left))
@@ -96,9 +95,7 @@ class LLM:
     def generate_stream(self, obj: GenerateReqInput, *, wait: bool = False) -> Iterator[dict[str, Any]]:
         """The messages of `generate_request`, one by one. Dropping the iterator aborts the request. Raises as
         `generate`."""
-        if not wait:
-            self.async_llm.require_runnable()
-        return self._iterate(self.async_llm.generate_request(obj))
+        return self._iterate(self.async_llm.submit(obj, wait=wait))
 
     def _iterate(self, stream: Any) -> Iterator[dict[str, Any]]:
         try:

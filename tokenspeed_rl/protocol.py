@@ -103,10 +103,8 @@ class EngineClient(Protocol):
                 at once.
 
         Returns:
-            True; False when it was refused (a drain is going on) or withdrawn by a resume.
-
-        Raises:
-            RequestError: unknown mode; nothing changed.
+            True; False when it was refused (unknown mode, a drain is going on) and nothing changed, or when a
+            resume withdrew it. Cancelled before its answer, it is withdrawn too.
         """
         ...
 
@@ -146,7 +144,13 @@ class EngineClient(Protocol):
         ...
 
     async def update_weights_from_tensor(self, obj: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:
-        """Copy weights out of tensors of this process, or out of safetensors bytes: (done, message)."""
+        """Copy weights out of tensors of this process, or out of safetensors bytes: (done, message).
+
+        A mapping or list is judged whole before the first write; an iterator as it comes, on the caller's
+        thread. From the first write to the commit no step is taken, other calls are served; requests in
+        flight re-prefill then, or under a pause that keeps go on with their KV. If it fails after its first
+        write the weights are invalid until a complete update, or with `obj.atomic` the old ones.
+        """
         ...
 
     async def get_weights_by_name(self, obj: GetWeightsByNameReqInput) -> Any:

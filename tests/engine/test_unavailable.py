@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from tokenspeed_rl import Engine, requests
 from tokenspeed_rl.errors import (
@@ -22,30 +21,17 @@ def generate(**arguments: Any) -> Callable[[Engine], Any]:
 
 
 LATER: dict[str, Callable[[Engine], Any]] = {
-    "pause": lambda e: e.pause("retract"),
     "set_internal_state": lambda e: e.set_internal_state(server_args={"max_running_requests": 2}),
-    "update_weights_from_tensor": lambda e: e.update_weights_from_tensor({"a": torch.zeros(1)}),
-    "update_weights_from_distributed": lambda e: e.update_weights_from_distributed(["a"], ["float32"], [[1]]),
-    "update_weights_from_disk": lambda e: e.update_weights_from_disk("/nowhere"),
-    "init_weights_update_group": lambda e: e.init_weights_update_group(
-        master_address="localhost", master_port=1, rank_offset=1, world_size=2
-    ),
-    "destroy_weights_update_group": lambda e: e.destroy_weights_update_group("g"),
     "open_session": lambda e: e.open_session(10),
     "close_session": lambda e: e.close_session("s"),
     "configure_logging": lambda e: e.client.configure_logging(
         requests.ConfigureLoggingReq(log_requests=True)
     ),
-    "release_memory_occupation": lambda e: e.release_memory_occupation(["kv_cache"]),
-    "resume_memory_occupation": lambda e: e.resume_memory_occupation(),
     "start_profile": lambda e: e.start_profile(),
     "stop_profile": lambda e: e.stop_profile(),
     "start_expert_distribution_record": lambda e: e.start_expert_distribution_record(),
     "stop_expert_distribution_record": lambda e: e.stop_expert_distribution_record(),
     "dump_expert_distribution_record": lambda e: e.dump_expert_distribution_record(),
-    "memory_report": lambda e: e.memory_report(),
-    "paused": lambda e: e.paused("keep"),
-    "resident": lambda e: e.resident("weights"),
     "encode": lambda e: e.encode("a"),
     "session_params": generate(input_ids=[1], session_params={"id": "s"}),
     "lora": generate(input_ids=[1], lora="adapter"),
@@ -65,27 +51,7 @@ def test_what_this_version_lacks(counter: Engine, name: str) -> None:
 
 
 def test_refusals_of_the_client_keep_their_reason(counter: Engine) -> None:
-    """Contract 2: the client returns refusals where it can: a tuple with `.report`, or a bool whose reason is
-    `last_refusal`."""
+    """Contract 2: a bool's reason is `last_refusal`."""
     client, run = counter.client, counter.llm.run
-    group = dict(master_address="localhost", master_port=1, rank_offset=1, world_size=2)
-    tuples = {
-        "update_weights_from_disk": requests.UpdateWeightFromDiskReqInput(model_path="/nowhere"),
-        "init_weights_update_group": requests.InitWeightsUpdateGroupReqInput(**group),
-        "destroy_weights_update_group": requests.DestroyWeightsUpdateGroupReqInput(group_name="g"),
-        "update_weights_from_distributed": requests.UpdateWeightsFromDistributedReqInput(
-            names=[], dtype_names=[], shapes=[]
-        ),
-        "update_weights_from_tensor": requests.UpdateWeightsFromTensorReqInput(named_tensors=[]),
-    }
-    for name, obj in tuples.items():
-        reply = run(getattr(client, name)(obj))
-        done, message, *rest = reply
-        assert done is False and name in message and len(rest) == (name == "update_weights_from_disk")
-        assert isinstance(reply, tuple) and isinstance(reply.report, UnavailableError)
-        assert counter.get_internal_state()[0]["last_refusal"] == message
-    assert run(client.pause_scheduler(mode="keep")) is False
-    assert "pause_scheduler" in counter.get_internal_state()[0]["last_refusal"]
     assert run(client.set_internal_state(requests.SetInternalStateReq(weight_version="x"))) == [False]
     assert "set_internal_state" in counter.get_internal_state()[0]["last_refusal"]
-    assert run(client.resume_scheduler()) is True and counter.resume() is True

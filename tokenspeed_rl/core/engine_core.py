@@ -1,21 +1,24 @@
-"""One engine's parts, put together: model, cache, scheduler and the loop that owns them."""
+"""One engine's parts, put together: model, cache, scheduler, life cycle and the loop that owns them."""
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from tokenspeed_rl.cache.kv_cache import KVCache
+from tokenspeed_rl.cache.kv_cache import KVCache, KVLayout
 from tokenspeed_rl.cache.page_pool import PagePool
 from tokenspeed_rl.cache.prefix_cache import PrefixCache
 from tokenspeed_rl.config import EngineConfig
 from tokenspeed_rl.core.engine_loop import EngineLoop
 from tokenspeed_rl.core.intake import Intake
-from tokenspeed_rl.core.kv_sizing import free_bytes, kv_size
+from tokenspeed_rl.core.kv_sizing import most_pages
+from tokenspeed_rl.core.life_cycle import LifeCycle
 from tokenspeed_rl.core.model_runner import ModelRunner
-from tokenspeed_rl.core.model_source import open_model
+from tokenspeed_rl.core.model_source import ModelSource, open_model
+from tokenspeed_rl.core.request import Request
+from tokenspeed_rl.core.residents import GraphMemory, KVMemory, WeightsMemory
 from tokenspeed_rl.core.scheduler import Scheduler
-from tokenspeed_rl.errors import OutOfMemoryError
+from tokenspeed_rl.core.weight_sync import WeightSync
 from tokenspeed_rl.weights import Receipt
 
 
@@ -23,7 +26,8 @@ class EngineCore:
     """Builds the parts and holds them; the loop's thread runs from construction to `shutdown`.
 
     Raises:
-        ConfigError, WeightUpdateError: no engine can be built so; a live model is left as it was.
+        ConfigError, WeightUpdateError, OutOfMemoryError: no engine can be built so; a live model is left as
+            it was.
     """
 
     def __init__(self, model: Any, config: EngineConfig, tokenizer: Any) -> None:
@@ -34,14 +38,6 @@ class EngineCore:
         self.source = open_model(model, config, tokenizer)
         spec, store = self.source.spec, self.source.store
         self.context = config.max_model_len or spec.max_position
-        self.kv = KVCache(
-            num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            page_size=config.page_size,
-            head_dim=spec.head_dim,
-            dtype=store.dtype,
-            device=store.device,
-        )
         self.cache = PrefixCache(PagePool(), config.page_size, enabled=config.enable_prefix_caching)
         self.scheduler = Scheduler(
             self.cache, max_running=config.max_running_requests, prefill_budget=config.chunked_prefill_size
@@ -53,45 +49,57 @@ class EngineCore:
             tokenizer=self.source.tokenizer,
             seed=config.seed,
         )
+        self.kv = _kv_cache(self.source, config, self.context)
         version = store.version
         self.loop = EngineLoop(
             self.scheduler,
             ModelRunner(self.source.decoder, self.kv, store.device),
             self.source.tokenizer,
             version=lambda: version.label,
-            gate=lambda: version.valid,
+            control=lambda: self.life,
             log=self.log,
         )
-        self._mapping = threading.Lock()
-        self._capacity: int | None = None
+        self.weights_memory = WeightsMemory(self.source, backup=config.weights_backup == "cpu")
+        self.kv_memory = KVMemory(
+            self.kv, self.cache, self.source.memory, config, let_go=self.scheduler.retract_all
+        )
+        self.life = LifeCycle(
+            self.scheduler,
+            self.cache,
+            version,
+            {"weights": self.weights_memory, "kv_cache": self.kv_memory, "cuda_graph": GraphMemory()},
+            end_all=lambda: self.loop.end_all("the engine was paused"),
+            fit=self._fit_requests,
+            check_shared=self.source.check_shared,
+            take_submitted=self.loop.take_submitted,
+            lock=self.loop.lock,
+        )
+        store.guard = self._read_weights
+        self._closing = threading.Lock()
+        self.sync = WeightSync(self.loop, self.life, self.source, self._closing, self.log)
 
-    def capacity(self) -> int:
-        """Tokens the KV cache holds. The first call sizes and maps it, from the memory free then.
+    def capacity(self) -> int | None:
+        """Tokens the KV cache holds. The first call on an engine that is awake maps it, in the memory free
+        then; None: not known yet.
 
         Raises:
             OutOfMemoryError: there is no room; a later call tries again.
         """
-        with self._mapping:
-            if self._capacity is None:
-                size = kv_size(
-                    self.config,
-                    bytes_per_page=self.kv.bytes_per_page,
-                    context=self.context,
-                    device=self.source.store.device,
-                )
-                self.loop.call(lambda: self._map(size.pages)).result()
-                self._capacity = size.tokens
-            return self._capacity
+        if not self.kv_memory.mapped and "kv_cache" not in self.life.residency.released:
+            self.loop.call(self._map_once).result()
+        return self.kv_memory.capacity
 
     def change_weights(self, change: Callable[[], Receipt]) -> Receipt:
-        """Run `change` between two steps; on success requests in flight re-prefill and no older KV is ever
-        read.
+        """Run `change`, which writes nothing of the engine's own, between two steps. On the loop's thread.
 
-        On the loop's thread.
+        Raises:
+            EngineStateError: a weight update is going on.
         """
+        self.life.slot.refuse("a change of the weights")
         receipt = change()
-        self.scheduler.retract_all()
-        self.cache.flush()
+        if not self.source.store.owned:
+            self.weights_memory.forget()
+        self.life.weights_committed(flush=True)
         self.log.info(
             "weights are version %r: %s, %d bytes copied", receipt.version, receipt.kind, receipt.bytes
         )
@@ -99,11 +107,16 @@ class EngineCore:
 
     def snapshot(self) -> dict[str, Any]:
         """The three axes of state, the queues, the cache and the totals, as of now. From any thread."""
-        version, pool = self.source.store.version, self.cache.pool
+        version, pool, life = self.source.store.version, self.cache.pool, self.life
+        asleep = life.residency.released
         return {
-            "admission": "running",
-            "residency": {"weights": "resident", "kv_cache": "resident", "cuda_graph": "resident"},
+            "admission": life.admission.mode or "running",
+            "draining": life.admission.draining,
+            "residency": {
+                tag: "released" if tag in asleep else "resident" for tag in self.source.memory.usage()
+            },
             "validity": "valid" if version.valid else f"invalid: {version.reason}",
+            "updating": life.slot.taken,
             "weight_version": version.label,
             "weight_epoch": version.epoch,
             "weights_shared": self.source.shared is not None,
@@ -121,21 +134,50 @@ class EngineCore:
             **self.loop.stats.snapshot(),
         }
 
+    def memory_report(self) -> dict[str, Any]:
+        """Bytes per tag and who owns them, and the engine's that no tag releases. From any thread."""
+        shared = self.source.shared is not None
+        report: dict[str, Any] = {
+            tag: {**usage._asdict(), "owner": "trainer" if tag == "weights" and shared else "engine"}
+            for tag, usage in self.source.memory.usage().items()
+        }
+        return {**report, "untagged": self.source.decoder.nbytes}
+
     def shutdown(self) -> None:
         """End the loop and free what the engine owns; shared weights stay the module's. Idempotent."""
         self.loop.shutdown()
-        self.kv.unmap()
-        self.source.store.weights.clear()
+        self.sync.groups.close_all()
+        with self._closing:  # an update writes no more from here on
+            self.kv.close()
+            self.source.store.close()
+            self.weights_memory.forget()
 
-    def _map(self, pages: int) -> None:
-        try:
-            self.kv.map(pages)
-        except RuntimeError as error:  # what torch raises where an allocator gives nothing
-            raise OutOfMemoryError(
-                "the KV cache can't be allocated",
-                wanted=pages * self.kv.bytes_per_page,
-                free=free_bytes(self.source.store.device),
-                fix="Lower max_total_tokens or mem_fraction.",
-            ) from error
-        self.cache.pool.resize(pages)
-        self.log.info("the KV cache has %d pages, %d bytes", pages, self.kv.nbytes)
+    def _read_weights(self, read: Callable[[], str | None]) -> str | None:
+        def checked() -> str | None:
+            self.life.require_readable()
+            return read()
+
+        return self.loop.call(checked).result()
+
+    def _map_once(self) -> None:
+        if not self.kv_memory.mapped and "kv_cache" not in self.life.residency.released:
+            self.kv_memory.map()
+            self._fit_requests(None)
+            self.log.info("the KV cache has %d pages, %d bytes", self.kv.num_pages, self.kv.nbytes)
+
+    def _fit_requests(self, requests: Sequence[Request] | None) -> None:
+        if self.kv_memory.mapped and self.kv_memory.capacity is not None:
+            self.loop.fit(self.kv_memory.capacity, requests)
+
+
+def _kv_cache(source: ModelSource, config: EngineConfig, context: int) -> KVCache:
+    spec = source.spec
+    layout = KVLayout(
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        page_size=config.page_size,
+        head_dim=spec.head_dim,
+        dtype=source.store.dtype,
+    )
+    most = most_pages(config, bytes_per_page=layout.page_bytes, context=context, total=source.memory.total())
+    return KVCache(layout, most, lambda nbytes, stripes: source.memory.reserve("kv_cache", nbytes, stripes))

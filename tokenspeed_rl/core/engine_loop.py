@@ -6,7 +6,6 @@ the loop is dead: every request and command, now and later, gets `EngineDeadErro
 """
 
 import logging
-import math
 import os
 import threading
 import time
@@ -14,27 +13,43 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from tokenspeed_rl.core.model_runner import ModelRunner, StepOutcome
-from tokenspeed_rl.core.request import FinishReason, Request, Span
-from tokenspeed_rl.core.sampler import NOT_FINITE, Sample
+from tokenspeed_rl.core.live_requests import LiveRequests
+from tokenspeed_rl.core.model_runner import ModelRunner
+from tokenspeed_rl.core.outcome import fault_of, reason_to_end, take_draw, take_prompt_logprobs
+from tokenspeed_rl.core.request import FinishReason, Request
+from tokenspeed_rl.core.sampler import Sample
 from tokenspeed_rl.core.scheduler import Scheduler
 from tokenspeed_rl.core.stats import Stats
-from tokenspeed_rl.core.stop import check_stop
 from tokenspeed_rl.errors import (
     EngineDeadError,
     EngineShutdownError,
     EngineStateError,
-    RequestError,
     TokenSpeedError,
 )
+from tokenspeed_rl.lifecycle.admission import answer
 
 R = TypeVar("R")
 JOIN_SECONDS = 60.0
 """How long shutdown waits for the running step."""
+
+
+class Control(Protocol):
+    """Who decides when the loop may step. Called on its thread."""
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step may be taken now."""
+        ...
+
+    def enqueue(self, requests: Sequence[Request]) -> None:
+        """New requests, for the scheduler sooner or later."""
+
+    def settle(self) -> None:
+        """A command was run, or a step taken."""
 
 
 class EngineLoop:
@@ -47,22 +62,23 @@ class EngineLoop:
         tokenizer: Any,
         *,
         version: Callable[[], str],
-        gate: Callable[[], bool],
+        control: Callable[[], Control],
         log: logging.Logger,
     ) -> None:
-        """`version` labels what is drawn now; while `gate` is False nothing runs and requests wait."""
+        """`version` labels what is drawn now; `control` is asked for with the first command."""
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
         self.stats = Stats()
+        self.live = LiveRequests()
         self.lock = threading.RLock()
         self._wake = threading.Condition(self.lock)
         self._version = version
-        self._gate = gate
+        self._control = control
         self._log = log
         self._inbox: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
-        self._live: dict[str, list[Request]] = {}
-        self._on_failure: dict[Request, Callable[[TokenSpeedError], None]] = {}
+        self._unanswered: set[Future[Any]] = set()
+        self._submitted: list[Request] = []
         self._cause: BaseException | None = None
         self._closing = False
         self._pid = os.getpid()
@@ -71,25 +87,25 @@ class EngineLoop:
 
     # Any thread
 
-    def submit(self, requests: Sequence[Request], on_failure: Callable[[TokenSpeedError], None]) -> None:
+    def submit(
+        self,
+        requests: Sequence[Request],
+        on_failure: Callable[[TokenSpeedError], None],
+        check: Callable[[], None] | None = None,
+    ) -> None:
         """Queue requests, all before the same step. `on_failure` is called once if the loop dies or shuts
-        down.
+        down; what `check` raises, under the lock, refuses them.
 
         Raises:
             RequestError: an id is live already. EngineShutdownError, EngineDeadError. Nothing was queued.
         """
         with self.lock:
             self.check_alive()
-            if taken := {request.rid for request in requests} & self._live.keys():
-                raise RequestError(
-                    "this rid belongs to a live request",
-                    got=min(taken),
-                    fix="Use it again after that one's end.",
-                )
-            for request in requests:
-                self._live.setdefault(request.rid, []).append(request)
-                self._on_failure[request] = on_failure
-            self._post(lambda: self._enqueue(requests), None)
+            if check is not None:
+                check()
+            self.live.add(requests, on_failure)
+            self._submitted += requests
+            self._post(self.take_submitted, None)
 
     def abort(self, rids: Iterable[str] | None = None, message: str = "aborted") -> None:
         """End the samples of these requests (None: of all) now, with what they have; unknown ids do nothing.
@@ -99,15 +115,14 @@ class EngineLoop:
         if self._elsewhere:
             return
         with self.lock:
-            names = list(self._live) if rids is None else rids
-            self.end([request for rid in names for request in self._live.get(rid, ())], message)
+            self.end(self.live.of(rids), message)
 
     def end(self, requests: Iterable[Request], message: str) -> None:
         """Abort just these samples, whoever uses their ids by now; what is not live stays as it is."""
         if self._elsewhere:
             return
         with self.lock:
-            doomed = [request for request in requests if request in self._on_failure]
+            doomed = [request for request in requests if request in self.live]
             for request in doomed:
                 self._close(request, {"type": "abort", "message": message})
             if doomed:
@@ -130,6 +145,19 @@ class EngineLoop:
             future: Future[R] = Future()
             self._post(command, future)
             return future
+
+    def open(self, begin: Callable[[Future[R]], None]) -> "Future[R]":
+        """As `call`, for what has not ended when it has begun: `begin` gets the future, to be answered later.
+
+        Cancelling it wakes the loop, whose control then finds the caller gone.
+        """
+        with self.lock:
+            self.check_alive()
+            reply: Future[R] = Future()
+            self._unanswered.add(reply)
+            reply.add_done_callback(self._answered)
+            self._post(partial(_begin, begin, reply), None)
+            return reply
 
     def check_home(self) -> None:
         """Raises EngineStateError in a forked child, where nothing would ever answer."""
@@ -176,7 +204,7 @@ class EngineLoop:
     def num_live(self) -> int:
         """Unfinished samples."""
         with self.lock:
-            return sum(map(len, self._live.values()))
+            return len(self.live)
 
     # The loop's thread
 
@@ -187,13 +215,11 @@ class EngineLoop:
             while not self._closing:
                 taken = self._take_inbox()
                 while taken:
-                    command, future = taken.popleft()
-                    if future is None:
-                        command()  # the loop's own: if it fails, so does the loop
-                    else:
-                        _complete(future, command)
+                    _obey(*taken.popleft())  # whose frame ends with all that the command holds
+                    self._control().settle()
                 if self._can_step():
                     self._step()
+                    self._control().settle()
         except BaseException as error:
             with self.lock:
                 if not self._closing:
@@ -211,7 +237,7 @@ class EngineLoop:
         return taken
 
     def _can_step(self) -> bool:
-        return self.scheduler.has_work and not self._closing and self._gate()
+        return self.scheduler.has_work and not self._closing and self._control().can_step
 
     def _step(self) -> None:
         started = time.perf_counter()
@@ -221,62 +247,57 @@ class EngineLoop:
         outcome = self.runner.run(plan)
         self.scheduler.advance(plan)
         with self.lock:
-            self._take_prompt_logprobs(outcome, plan.forks)
+            take_prompt_logprobs(outcome, plan.forks)
             version = self._version()
             for request, sample in outcome.draws:
                 self._accept(request, sample, version, outcome.hidden_states.get(request))
         drawn = sum(request.max_new_tokens > 0 for request, _ in outcome.draws)
         self.stats.count_step(plan, drawn, time.perf_counter() - started)
 
-    def _take_prompt_logprobs(self, outcome: StepOutcome, forks: dict[Request, Request]) -> None:
-        for request, values in outcome.prompt_logprobs:
-            request.prompt_logprobs += values
-        for fork, leader in forks.items():
-            if fork.wants.prompt_start >= 0:
-                fork.prompt_logprobs = list(leader.prompt_logprobs)
-
     def _accept(self, request: Request, drawn: Sample, version: str, hidden: list[float] | None) -> None:
-        if request not in self._on_failure:  # ended while the step ran, by an abort or by shutdown
+        if request not in self.live:  # ended while the step ran, by an abort or by shutdown
             return
-        fault = drawn.fault
-        if request.output_len == 0 and not all(map(math.isfinite, request.prompt_logprobs)):
-            fault = NOT_FINITE  # with a sliding window the last position may not see it
+        fault = fault_of(request, drawn)
         if fault is not None:
             self.scheduler.cache.forget(request.pages)
             self._end(request, {"type": "abort", "message": fault})
             return
-        if request.max_new_tokens == 0:
-            self._end(request, {"type": "length", "length": 0})
-            return
-        request.record(drawn.token, version)
-        for kind, value in drawn.logprobs.items():
-            request.logprobs.setdefault(kind, []).append(value)
-        if request.wants.top:
-            request.top_logprobs.append(drawn.top)
-        if request.wants.token_ids:
-            request.ids_logprobs.append(drawn.ids)
-        if request.wants.sampling_mask:
-            request.masks.append(drawn.mask)
-        if hidden is not None:
-            request.hidden_states.append(hidden)
-        try:
-            reason = check_stop(request, self.tokenizer)
-        except Exception as error:  # the caller's tokenizer: what it raises is this request's alone
-            reason = {"type": "abort", "message": f"the tokenizer failed: {type(error).__name__}: {error}"}
+        if request.max_new_tokens > 0:
+            take_draw(request, drawn, version, hidden)
+        reason = reason_to_end(request, self.tokenizer)
         if reason is not None:
             self._end(request, reason)
         else:
             request.publish(request)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        if request in self._on_failure:
-            self._close(request, reason)
+        if self._close(request, reason):
             self.scheduler.remove(request)
 
-    def _enqueue(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            if not request.finished:
-                self.scheduler.add(request)
+    def take_submitted(self) -> None:
+        """Give the control what has been submitted so far, also behind the command that is running. On the
+        loop's thread."""
+        with self.lock:
+            submitted, self._submitted = self._submitted, []
+        self._control().enqueue(submitted)
+
+    def end_all(self, message: str) -> None:
+        """End every unfinished request now, and take it out of the schedule. On the loop's thread."""
+        with self.lock:
+            for request in self.live:
+                self._end(request, {"type": "abort", "message": message})
+
+    def fit(self, capacity: int, requests: Iterable[Request] | None = None) -> None:
+        """The KV cache holds `capacity` tokens: end those of the requests (None: of all that live) that could
+        never be served, and what asked for as much as there is room for gets less. On the loop's thread."""
+        with self.lock:
+            for request in self.live if requests is None else requests:
+                room = capacity - request.prompt_len
+                if request.params.max_new_tokens is None and room > request.output_len:
+                    request.max_new_tokens = min(request.max_new_tokens, room)
+                elif request.max_new_tokens > room:
+                    message = f"the KV cache holds {capacity} tokens since the wake, fewer than it may need"
+                    self._end(request, {"type": "abort", "message": message})
 
     def _remove(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -284,49 +305,50 @@ class EngineLoop:
 
     # Under the lock
 
+    def _answered(self, reply: "Future[Any]") -> None:
+        with self.lock:
+            self._unanswered.discard(reply)
+            if reply.cancelled() and self._cause is None and not self._closing:
+                self._post(lambda: None, None)
+
     def _post(self, command: Callable[[], object], future: "Future[Any] | None") -> None:
         self._inbox.append((command, future))
         self._wake.notify()
 
-    def _close(self, request: Request, reason: FinishReason) -> None:
-        """Make a request final and tell its waiter."""
-        if request not in self._on_failure:
-            return  # telling another waiter ended this one too
-        if not request.spans:
-            request.spans.append(Span(self._version(), 0, 0))
-        request.finished_at = time.monotonic()
-        request.finish_reason = reason
-        siblings = self._live[request.rid]
-        siblings.remove(request)
-        if not siblings:
-            del self._live[request.rid]
-        del self._on_failure[request]
-        request.publish(request)
+    def _close(self, request: Request, reason: FinishReason) -> bool:
+        """Make a request final and tell its waiter; False if telling another waiter ended it too."""
+        return self.live.close(request, reason, self._version())
 
     def _fail_all(self, make_error: Callable[[], TokenSpeedError]) -> None:
         """Tell everyone, each with an error of its own: one object raised in several threads mixes their
         tracebacks."""
-        failures = dict.fromkeys(self._on_failure.values())
+        waiters = self.live.clear()
         commands, self._inbox = self._inbox, deque()
-        self._live.clear()
-        self._on_failure.clear()
-        for tell in failures:
+        unanswered = list(self._unanswered)
+        for tell in waiters:
             tell(make_error())
         for _, future in commands:
             if future is not None:
-                _complete(future, _raiser(make_error()))
+                answer(future, _raiser(make_error()))
+        for reply in unanswered:
+            answer(reply, _raiser(make_error()))
 
 
-def _complete(future: "Future[Any]", command: Callable[[], Any]) -> None:
-    """Run a command into its future; its exception is the caller's, not the loop's."""
-    if not future.set_running_or_notify_cancel():
+def _obey(command: Callable[[], Any], future: "Future[Any] | None") -> None:
+    if future is None:
+        command()  # the loop's own: if it fails, so does the loop
+    else:
+        answer(future, command)
+
+
+def _begin(begin: "Callable[[Future[Any]], None]", reply: "Future[Any]") -> None:
+    """Begin what ends later; its exception is the caller's, not the loop's."""
+    if reply.done():
         return
     try:
-        result = command()
+        begin(reply)
     except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+        answer(reply, _raiser(error))
 
 
 def _dead(cause: BaseException) -> EngineDeadError:

@@ -34,13 +34,13 @@ class Intake:
         return cls(vocab_size, context, tuple(eos_ids), tokenizer, seed, itertools.count(), itertools.count())
 
     def prepare(
-        self, obj: GenerateReqInput, *, capacity: int, publish: Callable[[Request], None]
+        self, obj: GenerateReqInput, *, capacity: int | None, publish: Callable[[Request], None]
     ) -> list[Request]:
         """All samples of `obj`, prompt-major, samples of a prompt adjacent.
 
         Args:
             obj: as the caller gave it.
-            capacity: tokens the KV cache holds.
+            capacity: tokens the KV cache holds; None: as yet unknown, so that nothing is too long for it.
             publish: whom to tell of progress.
 
         Raises:
@@ -55,7 +55,11 @@ class Intake:
         ]
 
     def _samples(
-        self, obj: GenerateReqInput, prompt_index: int, capacity: int, publish: Callable[[Request], None]
+        self,
+        obj: GenerateReqInput,
+        prompt_index: int,
+        capacity: int | None,
+        publish: Callable[[Request], None],
     ) -> list[Request]:
         params = obj.sampling_params
         assert isinstance(params, SamplingParams) and isinstance(obj.rid, str)
@@ -111,8 +115,10 @@ class Intake:
             )
         return tokens
 
-    def _room(self, prompt_len: int, params: SamplingParams, capacity: int) -> int:
+    def _room(self, prompt_len: int, params: SamplingParams, capacity: int | None) -> int:
         """How many tokens may be generated."""
+        if capacity is None:
+            capacity = max(self.context, prompt_len + (params.max_new_tokens or 0))
         scoring = params.max_new_tokens == 0
         if prompt_len > self.context or (prompt_len == self.context and not scoring):
             raise RequestError(

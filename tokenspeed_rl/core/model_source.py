@@ -3,6 +3,7 @@ live module."""
 
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import PretrainedConfig
 
 from tokenspeed_rl.config import EngineConfig
 from tokenspeed_rl.errors import ConfigError
+from tokenspeed_rl.memory import Memory, memory_for
 from tokenspeed_rl.models import Decoder, DecoderSpec, module_classes, slots, spec_from_config
 from tokenspeed_rl.weights import (
     SharedWeights,
@@ -37,6 +39,7 @@ class ModelSource:
     hf_config: PretrainedConfig
     spec: DecoderSpec
     store: WeightStore
+    memory: Memory
     decoder: Decoder
     tokenizer: Any
     eos_ids: tuple[int, ...]
@@ -168,7 +171,7 @@ def _build(
     path: str,
     dtype: torch.dtype | None = None,
 ) -> ModelSource:
-    spec = spec_from_config(hf_config)
+    spec, memory = spec_from_config(hf_config), memory_for(device)
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len exceeds the model's {spec.max_position} positions",
@@ -180,12 +183,14 @@ def _build(
         dtype=dtype or resolve_dtype(config.dtype, hf_config),
         device=device,
         version=config.weight_version,
+        reserve=partial(memory.reserve, "weights"),
     )
     return ModelSource(
         path=path,
         hf_config=hf_config,
         spec=spec,
         store=store,
+        memory=memory,
         decoder=Decoder(spec, store.weights),
         tokenizer=None,
         eos_ids=eos_ids,

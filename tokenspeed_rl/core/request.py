@@ -79,6 +79,8 @@ class Request:
     """Prefix-cache node of the last page kept there; None: not admitted."""
     kept_pages: int = 0
     """How many of `pages`, from the first, the prefix cache has."""
+    mixed: bool = False
+    """The weights changed since its KV was begun: kept under a pause, shared with nobody, given up last."""
     leader: "Request | None" = None
     """The running request that computes this one's identical prompt."""
     followers: list["Request"] = field(default_factory=list)
@@ -119,6 +121,11 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         return self.remaining == 1 and len(self.tokens) > self.prompt_len
+
+    @property
+    def seniority(self) -> tuple[bool, int]:
+        """Order among running requests; whoever comes last gives up its pages first."""
+        return (not self.mixed, self.arrival)
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -2,9 +2,9 @@
 
 Every step decodes each running request by one token and fills a token budget with prompt chunks: those begun
 first, then new requests in queue order. A request gets the pages of all its known tokens when it is admitted,
-and one more whenever a page is full. When none is left, the youngest running request gives up its pages and
-returns to its place in the queue, with everything it has sampled. The oldest always advances, so everything
-ends.
+and one more whenever a page is full. When none is left, the youngest running request (those that a pause kept
+across a change of the weights last of all) gives up its pages and returns to its place in the queue, with
+everything it has sampled. The oldest always advances, so everything ends.
 """
 
 import heapq
@@ -38,6 +38,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request, new or retracted, at the place its priority and arrival give it."""
         request.status = Status.WAITING
+        request.mixed = False  # it has no KV, so none of older weights
         self._num_waiting += 1
         heapq.heappush(self._queue, (request.rank, request))
 
@@ -62,9 +63,15 @@ class Scheduler:
         self.add(request)
 
     def retract_all(self) -> None:
+        """Back to the queue with everything that runs."""
         for request in list(self.running):
             if request.status is Status.RUNNING:
                 self.retract(request)
+
+    def freeze(self) -> None:
+        """The weights change and what runs keeps its KV, computed under the old ones: `Request.mixed`."""
+        for request in self.running:
+            request.mixed = request.mixed or request.computed > 0 or request.leader is not None
 
     def schedule(self) -> StepPlan:
         """Decide the next step. The plan is empty only when nothing can run."""
@@ -88,7 +95,7 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan) -> bool:
         """Decode what can be; whether anything had to be retracted for it."""
         retractions = self.num_retractions
-        for request in sorted(self.running, key=lambda r: r.arrival):
+        for request in sorted(self.running, key=lambda r: r.seniority):
             if request.status is not Status.RUNNING or not request.is_decoding:
                 continue
             if request.computed == len(request.pages) * self.page_size and not self._extend(request):
@@ -101,7 +108,7 @@ class Scheduler:
         """One more page for a running request, retracting younger ones as needed; False: it had to go
         itself."""
         while (page := self.cache.allocate(1)) is None:
-            victim = max(self.running, key=lambda r: r.arrival)
+            victim = max(self.running, key=lambda r: r.seniority)
             self.retract(victim)
             if victim is request:
                 return False
@@ -147,7 +154,9 @@ class Scheduler:
         return self._queue[0][1] if self._queue else None
 
     def _can_lead(self, request: Request) -> bool:
-        return request.leader is None and request.output_len == 0 and request.remaining > 0
+        return (
+            request.leader is None and request.output_len == 0 and request.remaining > 0 and not request.mixed
+        )
 
     def _prompt_key(self, request: Request) -> tuple[object, ...]:
         start = request.wants.prompt_start
@@ -177,6 +186,8 @@ class Scheduler:
 
     def _keep_pages(self, request: Request, end: int) -> None:
         """Make the pages that tokens before `end` fill findable in the prefix cache."""
+        if request.mixed:
+            return
         node, size = request.node, self.page_size
         assert node is not None
         for number in range(request.kept_pages, end // size):
@@ -198,7 +209,7 @@ class Scheduler:
             for page in leader.pages[:full]:
                 self.cache.pool.share(page)
             request.pages = leader.pages[:full] + fresh
-            request.node, request.kept_pages = leader.node, full
+            request.node, request.kept_pages, request.mixed = leader.node, full, leader.mixed
             request.computed = request.cached_tokens = request.prompt_len
             plan.forks[request] = leader
             plan.copies += [(leader.pages[full], page) for page in fresh]

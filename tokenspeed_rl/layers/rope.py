@@ -52,6 +52,11 @@ class RopeTable:
         self._frequencies = inverse_frequencies(spec)
         self._table: Tensor | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return 0 if self._table is None else self._table.nbytes
+
     def follow(self, frequencies: Tensor | None) -> None:
         """Use these [dim / 2] radians per position from now on; None: the spec's."""
         spec = self._spec

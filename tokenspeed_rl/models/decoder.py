@@ -102,6 +102,11 @@ class Decoder:
             )
         return add_rms_norm(hidden, residual, self._one("norm"), spec.rms_eps)[0]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors of its own, beside weights and cache."""
+        return self._rope.nbytes
+
     def follow_rope(self, frequencies: Tensor | None) -> None:
         """Rotate by these [head_dim / 2] radians per position from now on; None: by those of the spec."""
         self._rope.follow(frequencies)

@@ -1,0 +1,196 @@
+"""Everything about weights, for asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenspeed_rl.client_base import ClientBase, Reply, on_thread
+from tokenspeed_rl.core.weight_sync import Updated, WeightSync, drive, drive_async
+from tokenspeed_rl.errors import EngineStateError, RequestError
+from tokenspeed_rl.requests import (
+    DestroyWeightsUpdateGroupReqInput,
+    GetWeightsByNameReqInput,
+    InitWeightsUpdateGroupReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from tokenspeed_rl.sampling_params import check_integer
+from tokenspeed_rl.weights import Receipt
+
+
+class WeightMembers(ClientBase):
+    """A refused or failed update is answered with (False, why) and the error as `.report`; a done one has its
+    Receipt there."""
+
+    model_path: str
+    served_model_name: str
+
+    @property
+    def sync(self) -> WeightSync:
+        """Updates, for whoever drives one on a thread of its own."""
+        self.check_alive()
+        return self._core.sync
+
+    async def update_weights_from_tensor(self, obj: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:
+        """Copy weights out of tensors of this process, see `EngineClient`. An iterator runs on the awaiting
+        event loop, whose other tasks go on between two tensors."""
+
+        async def update() -> Reply:
+            return done(await drive_async(self.sync.from_tensors(obj)))
+
+        reply: tuple[bool, str] = await self._answer(update())
+        return reply
+
+    async def update_weights_from_distributed(
+        self, obj: UpdateWeightsFromDistributedReqInput
+    ) -> tuple[bool, str]:
+        """Receive weights over a group, on a thread of its own."""
+        sync = self.sync
+
+        async def update() -> Reply:
+            return done(await on_thread(lambda check: drive(sync.from_group(obj, check), check)))
+
+        reply: tuple[bool, str] = await self._answer(update())
+        return reply
+
+    async def update_weights_from_disk(self, obj: UpdateWeightFromDiskReqInput) -> tuple[bool, str, Any]:
+        """Read a checkpoint, on a thread of its own; the third item counts the requests that re-prefill.
+        `model_path` and `served_model_name` follow."""
+        sync = self.sync
+
+        async def update() -> Reply:
+            updated = await on_thread(lambda check: drive(sync.from_disk(obj), check))
+            return self.now_from(obj.model_path, updated)
+
+        reply: tuple[bool, str, Any] = await self._answer(update(), 0)
+        return reply
+
+    def now_from(self, path: str, updated: Updated) -> Reply:
+        """The model is the one at `path` since an update."""
+        self.model_path = str(path)
+        if self._core.config.served_model_name is None:
+            self.served_model_name = self.model_path.rstrip("/").rpartition("/")[2]
+        return Reply((*done(updated), updated.retracted), report=updated.receipt)
+
+    async def init_weights_update_group(self, obj: InitWeightsUpdateGroupReqInput) -> tuple[bool, str]:
+        """Join a sender's group, on a thread of its own."""
+        sync = self.sync
+
+        async def join() -> Reply:
+            return await on_thread(lambda check: joined(sync, obj, check))
+
+        reply: tuple[bool, str] = await self._answer(join())
+        return reply
+
+    async def destroy_weights_update_group(self, obj: DestroyWeightsUpdateGroupReqInput) -> tuple[bool, str]:
+        """Leave a group."""
+        sync = self.sync
+
+        async def leave() -> Reply:
+            return await on_thread(lambda check: left(sync, obj))
+
+        reply: tuple[bool, str] = await self._answer(leave())
+        return reply
+
+    async def share_weights(self, module: nn.Module, version: str | None = None) -> Receipt:
+        """Read the weights of the live `module` from now on (same architecture); requests in flight
+        re-prefill, or under a pause that keeps go on with their KV.
+
+        Raises:
+            ConfigError: the module can't be shared, by name. EngineStateError: a weight update is going on.
+                Module and engine are as before.
+        """
+        _check_label(version)
+        core = self._core
+        return await self._command(
+            lambda: core.change_weights(lambda: core.source.share(module, version).receipt)
+        )
+
+    async def weights_changed(self, version: str | None = None) -> Receipt:
+        """Tell the engine that the trainer wrote the shared weights in place: a complete update of 0 bytes,
+        in every state, also asleep.
+
+        Raises:
+            EngineStateError: nothing is shared, or a weight update is going on. WeightsInvalidError,
+                ConfigError: what is shared doesn't hold any more; the weights are invalid until
+                `share_weights`.
+        """
+        _check_label(version)
+        core = self._core
+
+        def change() -> Receipt:
+            if core.source.shared is None:
+                raise EngineStateError(
+                    "no module is shared with this engine", fix="Call share_weights(module) first."
+                )
+            return core.source.shared.weights_changed(version)
+
+        return await self._command(lambda: core.change_weights(change))
+
+    async def get_weights_by_name(self, obj: GetWeightsByNameReqInput) -> Any:
+        """The first `truncate_size` rows of a parameter by its Hugging Face name, as nested lists of
+        floats. Fused names, tied names and wrappers' prefixes are understood."""
+        rows = check_integer("truncate_size", obj.truncate_size, low=0)
+
+        def read() -> Any:
+            self._core.life.require_readable()
+            store = self._core.source.store
+            target = store.names.resolve(obj.name) if isinstance(obj.name, str) else None
+            if target is None:
+                raise RequestError(
+                    "no such parameter", got=obj.name, fix="Names are those of the Hugging Face model."
+                )
+            return torch.cat([part[:rows] for part in store.parts(target)])[:rows].float().tolist()
+
+        return await self._command(read)
+
+    async def weights_checksum(self) -> str:
+        """Digest of the weights, as `tokenspeed_rl.weights.checksum` gives it for the same tensors."""
+
+        def digest() -> str:
+            self._core.life.require_readable()
+            return self._core.source.store.checksum()
+
+        return await self._command(digest)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, tensor) of every weight, ties once: the live weights themselves, not to be read
+        after their release or the engine's end."""
+        self.check_alive()
+        self._core.life.require_readable()
+        return self._core.source.store.parameters()
+
+
+def done(updated: Updated) -> Reply:
+    """The answer to an update that is in force."""
+    receipt = updated.receipt
+    message = f"{len(receipt.loaded)} weights are version {receipt.version!r}: {receipt.bytes:,} bytes copied"
+    return Reply((True, message), report=receipt)
+
+
+def joined(
+    sync: WeightSync, obj: InitWeightsUpdateGroupReqInput, check: Callable[[], None] = lambda: None
+) -> Reply:
+    """The answer once the group is joined."""
+    sync.join(obj, check)
+    return Reply((True, f"joined {obj.group_name!r}"))
+
+
+def left(sync: WeightSync, obj: DestroyWeightsUpdateGroupReqInput) -> Reply:
+    """The answer once the group is left."""
+    sync.leave(obj)
+    return Reply((True, f"left {obj.group_name!r}"))
+
+
+def _check_label(version: Any) -> None:
+    if version is not None and not (isinstance(version, str) and version):
+        raise RequestError(
+            "version must be a non-empty string",
+            got=version,
+            fix="None labels the weights with the number of updates so far.",
+        )

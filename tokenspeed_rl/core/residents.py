@@ -1,0 +1,127 @@
+"""The memory of each tag, as `Residency` releases and takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tokenspeed_rl.cache.kv_cache import KVCache
+from tokenspeed_rl.cache.prefix_cache import PrefixCache
+from tokenspeed_rl.config import EngineConfig
+from tokenspeed_rl.core.kv_sizing import kv_size
+from tokenspeed_rl.core.model_source import ModelSource
+from tokenspeed_rl.memory.region import Backup, Memory
+
+
+class WeightsMemory:
+    """The engine's own weights; those of a trainer's module stay where they are."""
+
+    def __init__(self, source: ModelSource, *, backup: bool) -> None:
+        self._source = source
+        self._keep = backup
+        self._backup: Backup | None = None
+
+    def release(self) -> None:
+        """Save them if they are valid and a backup is asked for, else they are invalid from now on."""
+        store = self._source.store
+        if store.region is None:
+            return
+        if self._keep and store.version.valid:
+            self._backup = self._source.memory.save(store.region)
+        else:
+            store.version.invalidate("their memory was released without a backup")
+        store.region.unmap()
+
+    def map(self) -> None:
+        """The same addresses again."""
+        store = self._source.store
+        if store.region is not None:
+            store.region.map(store.region_bytes)
+
+    def undo_map(self) -> None:
+        """Back to sleep, with the backup."""
+        if self._source.store.region is not None:
+            self._source.store.region.unmap()
+
+    def restore(self) -> None:
+        """The values that the backup has."""
+        if self._backup is not None:
+            self._backup.restore()
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop the backup: the weights it was made of are no longer the engine's."""
+        backup, self._backup = self._backup, None
+        if backup is not None:
+            backup.close()
+
+
+class KVMemory:
+    """The pages: mapped at the first generate and at each wake, as many as fit then."""
+
+    def __init__(
+        self,
+        kv: KVCache,
+        cache: PrefixCache,
+        memory: Memory,
+        config: EngineConfig,
+        *,
+        let_go: Callable[[], None],
+    ) -> None:
+        """`let_go` makes every request give up its pages."""
+        self.kv = kv
+        self.capacity: int | None = config.max_total_tokens
+        """Most tokens of a request; None until pages are mapped."""
+        self._cache = cache
+        self._memory = memory
+        self._config = config
+        self._let_go = let_go
+
+    @property
+    def mapped(self) -> bool:
+        """Whether there are pages."""
+        return self.kv.num_pages > 0
+
+    def release(self) -> None:
+        """Every page, also those in use: their requests return to the queue."""
+        self._let_go()
+        self.undo_map()
+
+    def map(self) -> None:
+        """As many pages as the free memory allows."""
+        size = kv_size(
+            self._config,
+            bytes_per_page=self.kv.layout.page_bytes,
+            stripes=self.kv.layout.stripes,
+            unit=self._memory.unit,
+            most=self.kv.max_pages,
+            free=self._memory.free(),
+        )
+        self.kv.map(size.pages)
+        self._cache.pool.resize(size.pages)
+        self.capacity = size.tokens
+
+    def undo_map(self) -> None:
+        """No page is left."""
+        self._cache.flush()
+        self._cache.pool.resize(0)
+        self.kv.unmap()
+        self.capacity = self._config.max_total_tokens
+
+    def restore(self) -> None:
+        """Nothing was saved."""
+
+
+class GraphMemory:
+    """What captured graphs hold: nothing yet, on any device, but the tag has its state like the others."""
+
+    def release(self) -> None:
+        """Nothing to give."""
+
+    def map(self) -> None:
+        """Nothing to take."""
+
+    def undo_map(self) -> None:
+        """Nothing was taken."""
+
+    def restore(self) -> None:
+        """Nothing was saved."""

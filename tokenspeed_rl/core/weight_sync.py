@@ -1,0 +1,338 @@
+"""Running a weight update: written on the caller's thread, between two steps of the loop's.
+
+An update is a generator of things to wait for: futures of the loop's, or None, a moment in which nothing is
+half done. `drive` waits on a thread, `drive_async` on an event loop. Whatever is raised at such a wait, a
+cancellation too, reaches the generator, which puts everything in order before it goes on up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from tokenspeed_rl.core.engine_loop import EngineLoop
+from tokenspeed_rl.core.life_cycle import LifeCycle
+from tokenspeed_rl.core.model_source import ModelSource
+from tokenspeed_rl.errors import (
+    EngineDeadError,
+    EngineShutdownError,
+    EngineStateError,
+    EngineTimeoutError,
+    RequestError,
+    TokenSpeedError,
+    WeightUpdateError,
+)
+from tokenspeed_rl.models import spec_from_config
+from tokenspeed_rl.requests import (
+    DestroyWeightsUpdateGroupReqInput,
+    InitWeightsUpdateGroupReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from tokenspeed_rl.weights import Receipt, find_model, read_config
+from tokenspeed_rl.weights.checkpoint import read_checkpoint
+from tokenspeed_rl.weights.incoming import check_update, read_tensors
+from tokenspeed_rl.weights.transport.groups import Groups
+from tokenspeed_rl.weights.transport.promise import read_promise
+from tokenspeed_rl.weights.update import WeightUpdate
+
+R = TypeVar("R")
+Steps = Generator[Future[Any] | None, Any, R]
+Named = tuple[str, Tensor]
+
+
+def _go_on() -> None:
+    """Nobody interrupts."""
+
+
+class Terms(NamedTuple):
+    """How an update is to be done; fields as those of the protocol's structs."""
+
+    kind: str
+    label: str | None = None
+    partial: bool = False
+    atomic: bool = False
+    flush: bool = True
+    timeout: float | None = None
+
+
+class Updated(NamedTuple):
+    """What an update did."""
+
+    receipt: Receipt
+    retracted: int
+    """Requests in flight that compute their KV again."""
+
+
+def _terms(kind: str, obj: UpdateWeightsFromTensorReqInput | UpdateWeightsFromDistributedReqInput) -> Terms:
+    return Terms(kind, obj.weight_version, obj.partial, obj.atomic, obj.flush_cache, obj.timeout)
+
+
+class WeightSync:
+    """Updates of weights that the engine owns."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        life: LifeCycle,
+        source: ModelSource,
+        closing: threading.Lock,
+        log: logging.Logger,
+    ) -> None:
+        """`closing` is held while the store's memory is given up for good."""
+        self._loop = loop
+        self._life = life
+        self._source = source
+        self._store = source.store
+        self._closing = closing
+        self._log = log
+        self.groups = Groups()
+
+    def from_tensors(self, obj: UpdateWeightsFromTensorReqInput) -> Steps[Updated]:
+        """Whole sets are judged before the first write, an iterator's pairs as they come."""
+        incoming = read_tensors(obj)
+
+        def source(update: WeightUpdate) -> Iterable[Named]:
+            if incoming.whole is None:
+                assert incoming.stream is not None
+                return incoming.stream
+            update.check_whole(incoming.whole)
+            return incoming.whole
+
+        return self.update(_terms("tensor", obj), source)
+
+    def from_disk(self, obj: UpdateWeightFromDiskReqInput) -> Steps[Updated]:
+        """All files' headers are judged before the first write, as is the config beside them."""
+        check_update(obj)
+        if obj.load_format not in (None, "auto", "safetensors"):
+            raise RequestError(
+                "load_format must be None, auto or safetensors", got=obj.load_format, fix="Leave it out."
+            )
+        directory = find_model(obj.model_path)
+        self._check_architecture(directory)
+        terms = Terms("disk", obj.weight_version, flush=obj.flush_cache)
+        return self.update(terms, lambda update: read_checkpoint(update, directory))
+
+    def from_group(
+        self, obj: UpdateWeightsFromDistributedReqInput, interrupted: Callable[[], None] = _go_on
+    ) -> Steps[Updated]:
+        """Names and shapes are judged before anything is received. However it ends, the sender is told.
+
+        `interrupted` is called at every wait for the sender, and ends it by raising.
+        """
+        expected = read_promise(obj)
+        group = self.groups.get(obj.group_name)
+        receiving = False
+
+        def check() -> None:
+            interrupted()
+            self._loop.check_alive()
+
+        def source(update: WeightUpdate) -> Iterable[Named]:
+            nonlocal receiving
+            update.check_promised([(name, shape) for name, _, shape in expected])
+            receiving = True
+            buckets = obj.load_format is not None
+            return group.receive(expected, flattened=buckets, timeout=obj.timeout, check=check)
+
+        try:
+            updated = yield from self.update(_terms("distributed", obj), source)
+        except BaseException as error:
+            if receiving:
+                group.acknowledge(error)
+            else:
+                group.refuse(error, obj.timeout)
+            raise
+        group.acknowledge(None)
+        return updated
+
+    def join(self, obj: InitWeightsUpdateGroupReqInput, interrupted: Callable[[], None] = _go_on) -> None:
+        """Join a sender's group; as `from_group`, this waits on the caller's thread."""
+
+        def check() -> None:
+            interrupted()
+            self._loop.check_alive()
+
+        self.groups.init(obj, device=self._store.device, check=check)
+
+    def leave(self, obj: DestroyWeightsUpdateGroupReqInput) -> None:
+        """Leave a group; a transfer under way in it fails."""
+        self.groups.destroy(obj.group_name)
+
+    def update(self, terms: Terms, source: Callable[[WeightUpdate], Iterable[Named]]) -> Steps[Updated]:
+        """Write what `source` yields, having judged as much of it as it knows beforehand.
+
+        Raises:
+            EngineStateError: asleep, shared, another update; nothing was written. WeightUpdateError,
+                EngineTimeoutError: the message says what holds now. Whatever interrupts the caller.
+        """
+        began, owner = time.monotonic(), object()
+        update: WeightUpdate | None = None
+        try:
+            yield self._loop.call(lambda: self._claim(owner))
+            update = WeightUpdate(
+                self._store, kind=terms.kind, label=terms.label, partial=terms.partial, atomic=terms.atomic
+            )
+            yield from self._write(update, source(update), began, terms.timeout)
+            commit = partial(self._commit, update, owner, flush=terms.flush)
+            updated: Updated = yield self._loop.call(commit)
+            return updated
+        except GeneratorExit as error:  # nobody drives this any more
+            self._loop.call(partial(self._give_up, update, owner, error))
+            raise
+        except BaseException as error:
+            holds = yield self._loop.call(partial(self._give_up, update, owner, error))
+            if holds and isinstance(error, TokenSpeedError):
+                error.what = f"{error.what}; {holds}"
+            raise
+
+    def _write(
+        self, update: WeightUpdate, named: Iterable[Named], began: float, timeout: float | None
+    ) -> Steps[None]:
+        iterator, stopped = iter(named), False
+        item: Named | None = None
+        try:
+            while (item := self._next(iterator)) is not None:
+                if timeout is not None and time.monotonic() - began > timeout:
+                    raise EngineTimeoutError(f"the weight update was not done after {timeout} s")
+                target = update.claim(*item)
+                if target is not None:
+                    if not stopped:
+                        yield self._loop.call(self._stop_steps)
+                        stopped = True
+                    with self._closing:
+                        self._loop.check_alive()
+                        update.write(target, item[1])
+                item = None
+                yield None
+        finally:
+            item = None  # an error's traceback holds this frame, which is to hold no tensor
+            del named, iterator
+
+    def _next(self, iterator: Iterator[Named]) -> Named | None:
+        try:
+            with self._life.slot.reading():
+                return next(iterator, None)
+        except (WeightUpdateError, EngineTimeoutError, EngineShutdownError, EngineDeadError):
+            raise
+        except (Exception, GeneratorExit) as error:  # the latter is how an abandoned update ends, not this
+            raise WeightUpdateError(
+                f"the source of the named tensors raised {type(error).__name__}: {error}"
+            ) from error
+
+    def _check_architecture(self, directory: Path) -> None:
+        """The numbers that names and shapes don't show, such as the rotary base, must be this model's too."""
+        if not (directory / "config.json").is_file():
+            return
+        other = spec_from_config(read_config(directory))
+        wrong = [
+            f"{field.name} is {there!r}, not {here!r}"
+            for field in dataclasses.fields(other)
+            if (there := getattr(other, field.name)) != (here := getattr(self._source.spec, field.name))
+        ]
+        if wrong:
+            raise WeightUpdateError(
+                f"{directory} holds another model: {'; '.join(wrong[:3])}; nothing was written",
+                fix="Update from a checkpoint of the model that the engine was made with.",
+            )
+
+    # On the loop's thread
+
+    def _claim(self, owner: object) -> None:
+        self._life.residency.require("weights")
+        if not self._store.owned:
+            raise EngineStateError(
+                "the weights are a module's, shared with this engine, so there is nothing to copy them to",
+                fix="Write the module's parameters and call weights_changed().",
+            )
+        self._life.slot.claim(owner)
+
+    def _stop_steps(self) -> None:
+        self._life.slot.writing = True
+
+    def _commit(self, update: WeightUpdate, owner: object, *, flush: bool) -> Updated:
+        epoch, running = self._store.version.epoch, len(self._loop.scheduler.running)
+        receipt = update.commit()
+        changed = self._store.version.epoch != epoch
+        if changed:
+            self._life.weights_committed(flush=flush)
+        self._life.slot.end(owner)
+        self._log.info("weights are version %r: %d bytes copied", receipt.version, receipt.bytes)
+        return Updated(receipt, running if changed and not self._life.admission.frozen else 0)
+
+    def _give_up(self, update: WeightUpdate | None, owner: object, error: BaseException) -> str:
+        """Undo or invalidate; what holds now, in words. Nothing if it never began, or is committed."""
+        if not self._life.slot.end(owner) or update is None:
+            return ""
+        wrote = update.wrote
+        update.fail(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        if not wrote:
+            return "nothing was written"
+        return (
+            "what it had overwritten was put back"
+            if update.atomic
+            else "the weights are invalid until a complete update"
+        )
+
+
+def drive(steps: Steps[R], interrupted: Callable[[], None] = _go_on) -> R:
+    """Run `steps` to their end on this thread; what `interrupted` raises interrupts them, once."""
+    proceed: Callable[[Any], Future[Any] | None] = steps.send
+    value: Any = None
+    with closing(steps):
+        while True:
+            try:
+                waited = proceed(value)
+            except StopIteration as end:
+                result: R = end.value
+                return result
+            finally:
+                value = None  # an error that is raised here must not find itself in this frame, for ever
+            try:
+                interrupted()
+                proceed, value = steps.send, None if waited is None else waited.result()
+            except BaseException as error:
+                interrupted = _go_on
+                proceed, value = steps.throw, error
+            finally:
+                waited = None
+
+
+async def drive_async(steps: Steps[R]) -> R:
+    """Run `steps` to their end on this event loop, which goes on with its other tasks between them.
+
+    What was posted to the loop runs, whenever this is cancelled, and however often.
+    """
+    proceed: Callable[[Any], Future[Any] | None] = steps.send
+    value: Any = None
+    with closing(steps):
+        while True:
+            try:
+                waited = proceed(value)
+            except StopIteration as end:
+                result: R = end.value
+                return result
+            finally:
+                value = None  # as above
+            try:
+                if waited is None:
+                    await asyncio.sleep(0)
+                else:
+                    value = await asyncio.shield(asyncio.wrap_future(waited))
+                proceed = steps.send
+            except BaseException as error:
+                proceed, value = steps.throw, error
+            finally:
+                waited = None
