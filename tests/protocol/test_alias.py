@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from tokenspeed_rl.weights.alias import are_adjacent, fuse, owns_its_storage, tensor_at
+from tokenspeed_rl.alias import are_adjacent, fuse, owns_its_storage, tensor_at
 
 CPU = torch.device("cpu")
 
