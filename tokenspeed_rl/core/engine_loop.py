@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from tokenspeed_rl.core.life_cycle import LifeCycle
 from tokenspeed_rl.core.live_requests import LiveRequests
 from tokenspeed_rl.core.model_runner import ModelRunner
 from tokenspeed_rl.core.outcome import fault_of, reason_to_end, take_draw, take_prompt_logprobs
@@ -37,21 +38,6 @@ JOIN_SECONDS = 60.0
 """How long shutdown waits for the running step."""
 
 
-class Control(Protocol):
-    """Who decides when the loop may step. Called on its thread."""
-
-    @property
-    def can_step(self) -> bool:
-        """Whether a step may be taken now."""
-        ...
-
-    def enqueue(self, requests: Sequence[Request]) -> None:
-        """New requests, for the scheduler sooner or later."""
-
-    def settle(self) -> None:
-        """A command was run, or a step taken."""
-
-
 class EngineLoop:
     """Owns scheduler and runner on a daemon thread. Every public method may be called from any thread."""
 
@@ -62,7 +48,7 @@ class EngineLoop:
         tokenizer: Any,
         *,
         version: Callable[[], str],
-        control: Callable[[], Control],
+        control: Callable[[], LifeCycle],
         log: logging.Logger,
     ) -> None:
         """`version` labels what is drawn now; `control` is asked for with the first command."""

@@ -46,7 +46,7 @@ class WeightStore:
         self.owned = False
         self.region: Region | None = None
         self.guard: Callable[[Callable[[], str | None]], str | None] = _at_once
-        """Through what a receipt's checksum reads the weights later, when they may sleep or be half written."""
+        """Through it a receipt's checksum reads the weights, which may sleep or be half written by then."""
         self.region_bytes = 0
         self._reserve = reserve
         self._changes = 0  # odd while an update is writing

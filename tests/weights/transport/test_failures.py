@@ -17,8 +17,8 @@ from tokenspeed_rl.errors import (
     EngineTimeoutError,
     WeightUpdateError,
 )
-from tokenspeed_rl.weights.transport import framing
 from tokenspeed_rl.weights.bucket import LAYOUT_LIMIT
+from tokenspeed_rl.weights.transport import framing
 
 SHORT = 0.6
 """Seconds: the timeout of waits that are meant to time out."""
