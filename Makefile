@@ -1,12 +1,13 @@
 # make ppo [SEED=0] [MODEL=tiny|smollm2]   train a policy        make test        lint, types, tests
 # make ppo-control [SEED=0]                imitate as long       make test-long   soaks and repeats
-# make bench                               throughput            make clean       remove what builds leave
+# make bench                               speed and memory      make clean       remove what builds leave
 
 SEED ?= 0
 MODEL ?= tiny
 PYTHON ?= python3
 BIN := .venv/bin
 PPO_RUN := runs/ppo-$(MODEL)-seed$(SEED)
+LIFE_CYCLE := tests/lifecycle tests/weights tests/memory
 SAME_TIME = $(if $(wildcard $(PPO_RUN)/summary.json),same_time_as=$(PPO_RUN))
 
 # One busy neighbour makes spinning OpenMP threads ten times slower; all this must be set before torch is imported.
@@ -30,9 +31,14 @@ test: .venv/installed
 
 test-long: .venv/installed
 	$(BIN)/pytest -m long --timeout 1800
+	for i in $$(seq 20); do $(BIN)/pytest -q $(LIFE_CYCLE) || exit 1; done
+	$(BIN)/pytest -q -n 2 $(LIFE_CYCLE)
+	$(BIN)/python -m tests.soak --minutes 10 --seed $(SEED)
 
 bench: .venv/smollm2
 	$(BIN)/python benchmarks/rollout.py --peers transformers
+	$(BIN)/python benchmarks/weight_sync.py
+	$(BIN)/python benchmarks/sleep_wake.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

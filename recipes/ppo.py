@@ -20,6 +20,7 @@ from tokenspeed_rl.display import Column
 from tokenspeed_rl.recipes.accuracy import measure
 from tokenspeed_rl.recipes.actor import Actor
 from tokenspeed_rl.recipes.imitation import ImitationConfig, warm_start
+from tokenspeed_rl.recipes.memory import MemoryUse
 from tokenspeed_rl.recipes.policy import ModelConfig
 from tokenspeed_rl.recipes.run import Run, drawn
 from tokenspeed_rl.recipes.schema import EvaluationConfig, RolloutConfig, TrainerConfig, register
@@ -164,11 +165,13 @@ def train(cfg: PPORecipe) -> dict[str, Any]:
     task = Task(cfg.task, tokenizer, cfg.seed)
     actor = Actor(model, temperature=cfg.rollout.temperature)
     params = cfg.rollout.sampling_params()
+    memory = MemoryUse()
     with Run(cfg, cfg.folder, columns=COLUMNS, curves=CURVES) as run:
         facts = warm_start(actor, task, tokenizer, cfg.imitation, run, seed=cfg.seed)
         with Engine(model, tokenizer=tokenizer, config=cfg.engine) as engine:
             ppo = PPO(actor, cfg)
             engine.watch(ppo.optimizer)  # it reads the actor's own weights, and only has to hear of changes
+            engine.release_memory_occupation()  # and sleeps but where it generates
             rollouts = RolloutLoop(
                 engine.client,
                 task.reward,
@@ -178,22 +181,26 @@ def train(cfg: PPORecipe) -> dict[str, Any]:
                 seed=derive(cfg.seed, "rollouts"),
                 mask_truncated=cfg.rollout.mask_truncated,
             )
-            before = measure(engine, task, params, samples=cfg.evaluation.samples, seed=cfg.seed)
+            with memory.generating(engine.resident()):
+                before = measure(engine, task, params, samples=cfg.evaluation.samples, seed=cfg.seed)
             run.samples("before PPO", before.responses)
             bar = run.bar("PPO", cfg.trainer.steps)
             for step in range(1, cfg.trainer.steps + 1):
                 problems = task.draw("practice", cfg.rollout.prompts)
-                batch = engine.llm.run(rollouts.collect(problems, step=step))
+                with memory.generating(engine.resident()):
+                    batch = engine.llm.run(rollouts.collect(problems, step=step))
                 started = time.perf_counter()
-                metrics = ppo.learn(batch)
+                with memory.phase("training"):
+                    metrics = ppo.learn(batch)
                 run.log_rollout(step, batch, metrics, train=time.perf_counter() - started)
                 if step % cfg.evaluation.show_every == 0:
                     run.samples(f"step {step}", drawn(batch))
                 bar.advance()
-            after = measure(engine, task, params, samples=cfg.evaluation.samples, seed=cfg.seed)
+            with memory.generating(engine.resident()):
+                after = measure(engine, task, params, samples=cfg.evaluation.samples, seed=cfg.seed)
             run.samples("after PPO", after.responses)
         run.save(model, tokenizer)
-        return run.finish(before, after, facts=facts)
+        return run.finish(before, after, facts={**facts, **memory.facts()})
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="ppo")

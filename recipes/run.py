@@ -95,7 +95,7 @@ class Run:
         tokenizer.save_pretrained(self.folder / "checkpoint")
 
     def finish(
-        self, before: Accuracy, after: Accuracy, *, facts: Mapping[str, float | int]
+        self, before: Accuracy, after: Accuracy, *, facts: Mapping[str, float | list[float]]
     ) -> dict[str, Any]:
         """Writes curve.png and summary.json, shows and returns the summary, which begins with `facts`."""
         summary: dict[str, Any] = {

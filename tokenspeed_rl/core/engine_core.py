@@ -79,8 +79,8 @@ class EngineCore:
         self.sync = WeightSync(self.loop, self.life, self.source, self._closing, self.log)
 
     def capacity(self) -> int | None:
-        """Tokens the KV cache holds. The first call on an engine that is awake maps it, in the memory free
-        then; None: not known yet.
+        """Tokens the KV cache holds. The first call while its memory is not released maps it, as large as
+        what is free then allows; None: not known yet.
 
         Raises:
             OutOfMemoryError: there is no room; a later call tries again.

@@ -1,0 +1,165 @@
+"""How the tests make each call of the table. What a call leaves behind beside the state is cleared away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from tests.lifecycle.driven import FIELDS, GROUP, PROMPT, WAIT, Driven
+from tests.lifecycle.state_table import ATTRIBUTES
+from tests.lifecycle.states import Call
+from tokenspeed_rl import requests
+from tokenspeed_rl.errors import WeightUpdateError
+
+NORM = "model.norm.weight"
+CHAT: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "a"}],
+    "chat_template": bytes(PROMPT).decode(),
+}
+WITHIN = {"paused", "resident"}
+SESSION = {"open_session": {"capacity_of_str_len": 8}, "close_session": {"session_id": "s"}}
+
+
+def act(driven: Driven, call: Call) -> Any:
+    """Make the call on this thread, and return what it returns."""
+    if "distributed" in call.member:
+        return _with_sender(driven, call)
+    if call.member == "init_weights_update_group":
+        return _join(driven, call)
+    if call.member == "destroy_weights_update_group":
+        return _leave(driven, call)
+    return _plain(driven, call)
+
+
+def _plain(driven: Driven, call: Call) -> Any:
+    engine = driven.engine
+    target: Any = {"AsyncLLM": engine.client, "Engine": engine, "LLM": engine.llm}[call.on]
+    member = getattr(target, call.member)
+    if call.member in ATTRIBUTES:
+        return member
+    if call.on == "AsyncLLM":
+        return _result(member(*_structs(driven, call), **_keywords(call)))
+    if call.member in WITHIN:
+        with member(*_arguments(driven, call)):
+            assert (
+                driven.engine.is_paused() if call.member == "paused" else not engine.client.asleep(*call.tags)
+            )
+        return None
+    if call.member == "generate_stream":
+        return list(member(*_structs(driven, call)))[-1]
+    if call.on == "LLM":
+        return member(*_structs(driven, call))
+    waiting = {"wait": True} if call.arguments == "wait=True" else {}
+    if call.member == "chat":
+        return member(**CHAT, **FIELDS, **waiting)
+    if call.member in ("generate", "async_generate"):
+        return _result(member(input_ids=PROMPT, **FIELDS, **waiting))
+    result = member(*_arguments(driven, call), **SESSION.get(call.member, {}))
+    if call.member == "watch":
+        result.remove()
+    return result
+
+
+def _result(value: Any) -> Any:
+    """What a coroutine returns, or an asynchronous generator gives first."""
+
+    if hasattr(value, "__anext__"):
+        value = anext(value)
+    return asyncio.run(_bounded(value)) if isinstance(value, Awaitable) else value
+
+
+async def _bounded(value: Awaitable[Any]) -> Any:
+    return await asyncio.wait_for(value, WAIT)
+
+
+def _keywords(call: Call) -> dict[str, Any]:
+    return {"mode": call.arguments.strip('"')} if call.member == "pause_scheduler" else {}
+
+
+def _structs(driven: Driven, call: Call) -> list[Any]:
+    """The protocol's struct, or what else a member of the client takes."""
+    if call.arguments == "EmbeddingReqInput":
+        return [requests.EmbeddingReqInput(input_ids=PROMPT)]
+    make: dict[str, Callable[[], Any]] = {
+        "generate_request": lambda: requests.GenerateReqInput(input_ids=PROMPT, **FIELDS),
+        "abort_request": lambda: "nobody",
+        "drop_request_state": lambda: "nobody",
+        "update_weights_from_tensor": lambda: requests.UpdateWeightsFromTensorReqInput(
+            named_tensors=driven.weights
+        ),
+        "update_weights_from_disk": lambda: requests.UpdateWeightFromDiskReqInput(model_path=driven.path),
+        "get_weights_by_name": lambda: requests.GetWeightsByNameReqInput(name=NORM),
+        "release_memory_occupation": lambda: requests.ReleaseMemoryOccupationReqInput(tags=call.tags or None),
+        "resume_memory_occupation": lambda: requests.ResumeMemoryOccupationReqInput(tags=call.tags or None),
+        "open_session": lambda: requests.OpenSessionReqInput(capacity_of_str_len=8),
+        "close_session": lambda: requests.CloseSessionReqInput(session_id="s"),
+        "configure_logging": lambda: requests.ConfigureLoggingReq(log_requests=True),
+        "set_internal_state": lambda: requests.SetInternalStateReq(weight_version="x"),
+    }
+    name = "generate_request" if call.on == "LLM" else call.member
+    return [make[name]()] if name in make else []
+
+
+def _arguments(driven: Driven, call: Call) -> list[Any]:
+    """What a verb of the engine takes."""
+    make: dict[str, Callable[[], list[Any]]] = {
+        "pause": lambda: [call.arguments.strip('"')],
+        "paused": lambda: [call.arguments.strip('"')],
+        "resident": lambda: list(call.tags),
+        "release_memory_occupation": lambda: [list(call.tags) or None],
+        "resume_memory_occupation": lambda: [call.tags or None],
+        "update_weights_from_tensor": lambda: [driven.weights],
+        "update_weights_from_disk": lambda: [driven.path],
+        "get_weights_by_name": lambda: [NORM],
+        "share_weights": lambda: [driven.module],
+        "watch": lambda: [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])],
+    }
+    return make[call.member]() if call.member in make else []
+
+
+def _with_sender(driven: Driven, call: Call) -> Any:
+    """The sender sends, and is told if that is refused."""
+    names = list(driven.weights)
+    fields: dict[str, Any] = {
+        "names": names,
+        "dtype_names": ["float32"] * len(names),
+        "shapes": [list(tensor.shape) for tensor in driven.weights.values()],
+        "group_name": GROUP,
+        "timeout": WAIT,
+    }
+    sending = None
+    if not driven.loop.closing:
+        driven.join()
+        sending = driven.pool.submit(driven.sender.send, driven.weights)
+    try:
+        return _either(driven, call, requests.UpdateWeightsFromDistributedReqInput, fields)
+    finally:
+        if sending is not None:
+            with suppress(WeightUpdateError):
+                sending.result(WAIT)
+
+
+def _join(driven: Driven, call: Call) -> Any:
+    if not driven.loop.closing:
+        driven.leave()
+    answer = _either(driven, call, requests.InitWeightsUpdateGroupReqInput, driven.group)
+    driven.joined = True
+    return answer
+
+
+def _leave(driven: Driven, call: Call) -> Any:
+    if not driven.loop.closing:
+        driven.join()
+    answer = _either(driven, call, requests.DestroyWeightsUpdateGroupReqInput, {"group_name": GROUP})
+    driven.joined = False
+    return answer
+
+
+def _either(driven: Driven, call: Call, kind: Callable[..., Any], fields: dict[str, Any]) -> Any:
+    if call.on == "Engine":
+        return getattr(driven.engine, call.member)(**fields)
+    return _result(getattr(driven.engine.client, call.member)(kind(**fields)))
