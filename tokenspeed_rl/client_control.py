@@ -60,15 +60,17 @@ class ControlMembers(ClientBase):
         """Be paused with `mode` again, or running, without acting on any request."""
         await self._command(partial(self._core.life.resume, mode))
 
-    async def release_memory_occupation(
-        self, obj: ReleaseMemoryOccupationReqInput, timeout: float | None = None
-    ) -> None:
-        """Give memory back to its owner; on return it is there. A running engine drains first; cancelled
-        before that ended, or not there after `timeout` seconds (EngineTimeoutError), nothing is released."""
+    async def release(self, tags: Tags = None, timeout: float | None = None) -> None:
+        """As `release_memory_occupation`; not drained after `timeout` seconds, nothing is released."""
         self.check_outside("release_memory_occupation")
         check_timeout(timeout)
         core = self._core
-        await _answered(core.loop.open(partial(core.life.release, obj.tags)), timeout)
+        await _answered(core.loop.open(partial(core.life.release, tags)), timeout)
+
+    async def release_memory_occupation(self, obj: ReleaseMemoryOccupationReqInput) -> None:
+        """Give memory back to its owner; on return it is there. A running engine drains first; cancelled
+        before that ended, nothing is released."""
+        await self.release(obj.tags)
 
     async def resume_memory_occupation(self, obj: ResumeMemoryOccupationReqInput) -> None:
         """Take memory again, at the addresses it had: all that is asked for, or nothing and

@@ -9,7 +9,7 @@ from typing import Any
 from tokenspeed_rl.client_control import ControlMembers
 from tokenspeed_rl.errors import EngineStateError
 from tokenspeed_rl.llm import LLM
-from tokenspeed_rl.requests import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+from tokenspeed_rl.requests import ResumeMemoryOccupationReqInput
 
 Tags = str | Sequence[str] | None
 
@@ -67,8 +67,7 @@ class ControlVerbs:
                 update is going on. EngineTimeoutError. Nothing changed.
             OutOfMemoryError: no host memory for the backup; nothing changed.
         """
-        obj = ReleaseMemoryOccupationReqInput(tags=tags)
-        self.llm.run(self.client.release_memory_occupation(obj, timeout))
+        self.llm.run(self.client.release(tags, timeout))
 
     def resume_memory_occupation(self, tags: Tags = None) -> None:
         """Take memory again; None: all that sleeps.

@@ -36,7 +36,7 @@ def test_has_every_field_and_good_defaults() -> None:
         ("model_impl", "transformers"),
         ("tp_size", 2),
         ("deterministic", True),
-        ("weights_backup", "cpu"),
+        ("weights_backup", "disk"),
         ("attention_backend", "flash"),
         ("load_format", "pickle"),
         ("log_level", "loud"),
