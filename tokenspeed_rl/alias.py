@@ -25,13 +25,15 @@ class _CudaBytes:
         }
 
 
+@torch.inference_mode(False)
 def tensor_at(
     address: int, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device, owner: object
 ) -> Tensor:
     """A contiguous tensor at `address` with a storage of its own, exactly as long as the tensor.
 
     Whoever looks at storages (safetensors, accelerate, `state_dict` users) sees an independent tensor, though
-    its neighbours in memory may belong together. The tensor keeps `owner`, and so the memory, alive.
+    its neighbours in memory may belong together. The tensor keeps `owner`, and so the memory, alive. It is no
+    inference tensor, whatever mode the caller is in.
     """
     nbytes = prod(shape) * dtype.itemsize
     if nbytes == 0:

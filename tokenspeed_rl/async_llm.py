@@ -3,8 +3,11 @@ back."""
 
 import asyncio
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -21,7 +24,7 @@ from tokenspeed_rl.requests import (
     GenerateReqInput,
     GetLoadReqOutput,
 )
-from tokenspeed_rl.sampling_params import check_timeout
+from tokenspeed_rl.sampling_params import check_bool, check_timeout
 from tokenspeed_rl.unavailable import UnavailableMembers
 
 R = TypeVar("R")
@@ -67,6 +70,7 @@ class AsyncLLM(WeightMembers, ControlMembers, UnavailableMembers, EngineClient):
         self.is_generation = True
         self.is_image_gen = False
         self._finalizer = weakref.finalize(self, self._core.shutdown)
+        _end_with_the_interpreter(self._finalizer)
         self._status = "up"
 
     # Requests
@@ -93,6 +97,7 @@ class AsyncLLM(WeightMembers, ControlMembers, UnavailableMembers, EngineClient):
         if not isinstance(obj, GenerateReqInput):
             raise RequestError("a request must be a GenerateReqInput", got=obj, fix="Pass that struct.")
         self.check_outside("generate")
+        check_bool("wait", wait)
         core = self._core
         self.check_alive()
         if self._status == "unhealthy":
@@ -114,6 +119,7 @@ class AsyncLLM(WeightMembers, ControlMembers, UnavailableMembers, EngineClient):
             as_list=obj.is_batch,
             on_finish=on_finish,
             check=None if wait else core.life.require_runnable,
+            may_wait=partial(core.life.slot.check_outside, "generate"),
             owner=self,
         )
 
@@ -244,3 +250,11 @@ def _checked_rid(rid: str) -> str:
     if not isinstance(rid, str):
         raise RequestError("rid must be a string", got=rid, fix="Abort one request at a time, or all.")
     return rid
+
+
+def _end_with_the_interpreter(finalizer: "weakref.finalize[..., AsyncLLM]") -> None:
+    """Before it waits for threads that nobody would wake: those that wait in an engine."""
+    register = getattr(threading, "_register_atexit", None)  # what the standard library's executors use
+    if register is not None:
+        with suppress(RuntimeError):  # it ends already
+            register(finalizer)

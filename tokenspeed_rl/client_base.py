@@ -88,6 +88,15 @@ async def on_thread(work: Callable[[Callable[[], None]], R]) -> R:
         raise
 
 
+def expect(obj: Any, kind: type[R]) -> R:
+    """`obj`, which must be a `kind`. Raises RequestError."""
+    if not isinstance(obj, kind):
+        raise RequestError(
+            f"this takes a {kind.__name__}", got=obj, fix=f"Pass requests.{kind.__name__}(...)."
+        )
+    return obj
+
+
 def make_request(kind: Callable[..., R], fields: Mapping[str, Any], **named: Any) -> R:
     """A struct of the protocol. Raises RequestError for a name that is no field of it."""
     names = set(inspect.signature(kind).parameters)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from tokenspeed_rl.client_base import ClientBase
+from tokenspeed_rl.client_base import ClientBase, expect
 from tokenspeed_rl.errors import EngineStateError, EngineTimeoutError, TokenSpeedError
 from tokenspeed_rl.requests import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
 from tokenspeed_rl.sampling_params import check_timeout
@@ -70,13 +70,14 @@ class ControlMembers(ClientBase):
     async def release_memory_occupation(self, obj: ReleaseMemoryOccupationReqInput) -> None:
         """Give memory back to its owner; on return it is there. A running engine drains first; cancelled
         before that ended, nothing is released."""
-        await self.release(obj.tags)
+        await self.release(expect(obj, ReleaseMemoryOccupationReqInput).tags)
 
     async def resume_memory_occupation(self, obj: ResumeMemoryOccupationReqInput) -> None:
         """Take memory again, at the addresses it had: all that is asked for, or nothing and
         OutOfMemoryError."""
         self.check_outside("resume_memory_occupation")
-        await self._command(partial(self._core.life.wake, obj.tags))
+        tags = expect(obj, ResumeMemoryOccupationReqInput).tags
+        await self._command(partial(self._core.life.wake, tags))
 
     @property
     def pause_mode(self) -> str | None:
@@ -107,7 +108,11 @@ class ControlMembers(ClientBase):
 
     def memory_report(self) -> dict[str, Any]:
         """Per tag: bytes `mapped`, `virtual` (reserved addresses) and `host` (backups), and the `owner`,
-        "engine" or "trainer"; and as "untagged" the bytes of the engine's that no release gives back."""
+        "engine" or "trainer"; and as "untagged" the bytes of the engine's that no release gives back.
+
+        The KV cache is mapped at the first request, sized by `max_total_tokens` or `mem_fraction`; on the CPU
+        a page of it takes memory when it is first written.
+        """
         self.check_alive()
         return self._core.memory_report()
 
@@ -126,5 +131,8 @@ async def _answered(reply: Future[R], timeout: float | None) -> R:
         reply.cancel()
         raise
     if reply.cancel():
-        raise EngineTimeoutError(f"not done after {timeout} s; it was withdrawn")
+        raise EngineTimeoutError(
+            f"requests still ran after {timeout:g} s, and the call that waits for their end was withdrawn",
+            fix="Allow more time, or abort them first.",
+        )
     return await answer

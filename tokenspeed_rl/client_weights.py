@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenspeed_rl.client_base import ClientBase, Reply, on_thread
+from tokenspeed_rl.client_base import ClientBase, Reply, expect, on_thread
 from tokenspeed_rl.core.weight_sync import Updated, WeightSync, drive, drive_async
 from tokenspeed_rl.errors import EngineStateError, RequestError
 from tokenspeed_rl.requests import (
@@ -20,7 +20,7 @@ from tokenspeed_rl.requests import (
     UpdateWeightsFromTensorReqInput,
 )
 from tokenspeed_rl.sampling_params import check_integer
-from tokenspeed_rl.weights import Receipt
+from tokenspeed_rl.weights import Receipt, SharedWeights, read_tensors
 
 
 class WeightMembers(ClientBase):
@@ -38,10 +38,13 @@ class WeightMembers(ClientBase):
 
     async def update_weights_from_tensor(self, obj: UpdateWeightsFromTensorReqInput) -> tuple[bool, str]:
         """Copy weights out of tensors of this process, see `EngineClient`. An iterator runs on the awaiting
-        event loop, whose other tasks go on between two tensors."""
+        event loop, whose other tasks go on between two tensors; all else is copied on a thread of its own."""
 
         async def update() -> Reply:
-            return done(await drive_async(self.sync.from_tensors(obj)))
+            sync, incoming = self.sync, read_tensors(expect(obj, UpdateWeightsFromTensorReqInput))
+            if incoming.stream is not None:
+                return done(await drive_async(sync.from_tensors(obj, incoming)))
+            return done(await on_thread(lambda check: drive(sync.from_tensors(obj, incoming), check)))
 
         reply: tuple[bool, str] = await self._answer(update())
         return reply
@@ -53,6 +56,7 @@ class WeightMembers(ClientBase):
         sync = self.sync
 
         async def update() -> Reply:
+            expect(obj, UpdateWeightsFromDistributedReqInput)
             return done(await on_thread(lambda check: drive(sync.from_group(obj, check), check)))
 
         reply: tuple[bool, str] = await self._answer(update())
@@ -64,8 +68,10 @@ class WeightMembers(ClientBase):
         sync = self.sync
 
         async def update() -> Reply:
-            updated = await on_thread(lambda check: drive(sync.from_disk(obj), check))
-            return self.now_from(obj.model_path, updated)
+            expect(obj, UpdateWeightFromDiskReqInput)
+            return await on_thread(
+                lambda check: self.now_from(obj.model_path, drive(sync.from_disk(obj), check))
+            )
 
         reply: tuple[bool, str, Any] = await self._answer(update(), 0)
         return reply
@@ -82,6 +88,7 @@ class WeightMembers(ClientBase):
         sync = self.sync
 
         async def join() -> Reply:
+            expect(obj, InitWeightsUpdateGroupReqInput)
             return await on_thread(lambda check: joined(sync, obj, check))
 
         reply: tuple[bool, str] = await self._answer(join())
@@ -92,6 +99,7 @@ class WeightMembers(ClientBase):
         sync = self.sync
 
         async def leave() -> Reply:
+            expect(obj, DestroyWeightsUpdateGroupReqInput)
             return await on_thread(lambda check: left(sync, obj))
 
         reply: tuple[bool, str] = await self._answer(leave())
@@ -124,17 +132,24 @@ class WeightMembers(ClientBase):
         core = self._core
 
         def change() -> Receipt:
-            if core.source.shared is None:
-                raise EngineStateError(
-                    "no module is shared with this engine", fix="Call share_weights(module) first."
-                )
-            return core.source.shared.weights_changed(version)
+            return self.require_shared().weights_changed(version)
 
         return await self._command(lambda: core.change_weights(change))
+
+    def require_shared(self) -> SharedWeights:
+        """The agreement with a module. Raises EngineStateError where nothing is shared."""
+        self.check_alive()
+        shared = self._core.source.shared
+        if shared is None:
+            raise EngineStateError(
+                "no module is shared with this engine", fix="Call share_weights(module) first."
+            )
+        return shared
 
     async def get_weights_by_name(self, obj: GetWeightsByNameReqInput) -> Any:
         """The first `truncate_size` rows of a parameter by its Hugging Face name, as nested lists of
         floats. Fused names, tied names and wrappers' prefixes are understood."""
+        expect(obj, GetWeightsByNameReqInput)
         rows = check_integer("truncate_size", obj.truncate_size, low=0)
 
         def read() -> Any:
@@ -168,9 +183,10 @@ class WeightMembers(ClientBase):
 
 def done(updated: Updated) -> Reply:
     """The answer to an update that is in force."""
-    receipt = updated.receipt
-    message = f"{len(receipt.loaded)} weights are version {receipt.version!r}: {receipt.bytes:,} bytes copied"
-    return Reply((True, message), report=receipt)
+    receipt, count = updated.receipt, len(updated.receipt.loaded)
+    wrote = f"{count} {'weight' if count == 1 else 'weights'} written, {receipt.bytes:,} bytes"
+    now = f"version {receipt.version!r}" if updated.valid else f"invalid, {len(receipt.missing)} are missing"
+    return Reply((True, f"{wrote}; the weights are {now}"), report=receipt)
 
 
 def joined(

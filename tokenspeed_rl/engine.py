@@ -76,7 +76,8 @@ class Engine(WeightVerbs, ControlVerbs, UnavailableVerbs):
 
         Args:
             prompt: text; or `input_ids`: token ids. Exactly one of the two.
-            sampling_params: for all prompts, or a list with one for each.
+            sampling_params: for all prompts, or a list with one for each. Without `max_new_tokens` a sample
+                may grow up to the model's context.
             return_logprob: return the logprob of every output token.
             stream: return an iterator of messages as tokens come; the requests are submitted at this call.
             wait: wait for the wake, the resume or valid weights instead of raising.

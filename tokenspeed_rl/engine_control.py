@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from tokenspeed_rl.client_control import ControlMembers
-from tokenspeed_rl.errors import EngineStateError
+from tokenspeed_rl.client_control import ControlMembers, Tags
+from tokenspeed_rl.errors import EngineShutdownError, EngineStateError, TokenSpeedError
 from tokenspeed_rl.llm import LLM
 from tokenspeed_rl.requests import ResumeMemoryOccupationReqInput
-
-Tags = str | Sequence[str] | None
 
 
 class ControlVerbs:
@@ -35,7 +33,12 @@ class ControlVerbs:
             RequestError: unknown mode. EngineStateError: a drain is going on. EngineTimeoutError. Nothing
                 changed.
         """
-        return self.llm.run(self.client.pause(mode, timeout))
+        before = self.client.pause_mode
+        try:
+            return self.llm.run(self.client.pause(mode, timeout))
+        except (KeyboardInterrupt, SystemExit):  # perhaps just as it was answered
+            self._surely(lambda: self.llm.run(self.client.restore_pause(before)))
+            raise
 
     def resume(self) -> bool:
         """Lift a pause, withdraw a pending drain; nothing to do on a running engine."""
@@ -51,10 +54,8 @@ class ControlVerbs:
         before = self.client.pause_mode
         if not self.pause(mode):
             raise EngineStateError("the pause was withdrawn by a resume", fix="Pause again.")
-        try:
+        with self._afterwards(lambda: self.llm.run(self.client.restore_pause(before))):
             yield
-        finally:
-            self.llm.run(self.client.restore_pause(before))
 
     def release_memory_occupation(self, tags: Tags = None, *, timeout: float | None = None) -> None:
         """Give memory back: "weights", "kv_cache", "cuda_graph", several, or None: all that is resident.
@@ -96,8 +97,33 @@ class ControlVerbs:
         woken = self.client.asleep(*tags)
         if woken:
             self.resume_memory_occupation(woken)
-        try:
-            yield
-        finally:
+
+        def sleep_again() -> None:
             if again := [tag for tag in woken if tag not in self.client.asleep()]:
                 self.release_memory_occupation(again)
+
+        with self._afterwards(sleep_again):
+            yield
+
+    @contextmanager
+    def _afterwards(self, restore: Callable[[], object]) -> Iterator[None]:
+        """Restore at the end; where that is refused, an exception of the body's goes first, with a note."""
+        try:
+            yield
+        except BaseException as error:
+            try:
+                self._surely(restore)
+            except TokenSpeedError as refusal:
+                error.add_note(f"The engine's state could not be restored: {refusal}")
+            raise
+        with suppress(EngineShutdownError):  # nothing is left to be restored
+            self._surely(restore)
+
+    @staticmethod
+    def _surely(restore: Callable[[], object]) -> None:
+        """Restore, also when interrupted in the midst of it."""
+        try:
+            restore()
+        except (KeyboardInterrupt, SystemExit):
+            restore()
+            raise

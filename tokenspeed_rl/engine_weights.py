@@ -22,7 +22,7 @@ from tokenspeed_rl.requests import (
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from tokenspeed_rl.weights import Receipt, watch
+from tokenspeed_rl.weights import Receipt, read_tensors, watch
 
 
 class WeightVerbs:
@@ -37,7 +37,12 @@ class WeightVerbs:
         Args:
             named_tensors: a mapping or list of (Hugging Face name, tensor), judged whole before the first
                 write; an iterator, which runs on this thread and is judged as it comes; or a FlattenedBucket.
-            fields: others of `UpdateWeightsFromTensorReqInput`.
+            fields: `weight_version` labels the new weights (None: the number of updates so far);
+                `partial=True` with it makes this a piece of that version, which is valid once its pieces
+                have brought every weight, and without it a change of some weights, complete in itself;
+                `atomic=True` puts the old bytes back if it fails half-way; `timeout` in seconds, looked at
+                between two tensors; `flush_cache=False` leaves old pages until they are needed;
+                `serialized_named_tensors` is a list with the bytes of `safetensors.torch.save`.
 
         Returns:
             (True, message), with the Receipt as `.report`.
@@ -48,7 +53,7 @@ class WeightVerbs:
                 EngineTimeoutError. The message says what holds now.
         """
         obj = make_request(UpdateWeightsFromTensorReqInput, fields, named_tensors=named_tensors)
-        return done(drive(self.client.sync.from_tensors(obj)))
+        return done(drive(self.client.sync.from_tensors(obj, read_tensors(obj))))
 
     def update_weights_from_distributed(
         self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]], **fields: Any
@@ -82,13 +87,17 @@ class WeightVerbs:
 
     def watch(self, optimizer: Any) -> RemovableHandle:
         """Call `weights_changed` after every step of `optimizer`, on its thread, until `remove()` of the
-        handle or the end of the engine, which the trainer may well outlive."""
+        handle or the end of the engine, which the trainer may well outlive.
+
+        Raises:
+            EngineStateError: nothing is shared, so that no step of a trainer's concerns this engine.
+        """
 
         def changed() -> None:
             with suppress(EngineShutdownError):
                 self.weights_changed()
 
-        self.client.check_alive()
+        self.client.require_shared()
         return watch(optimizer, changed)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -86,13 +86,15 @@ class GenerateStream(AsyncGenerator[Any, None]):
         as_list: bool,
         on_finish: Callable[[], object] | None,
         check: Callable[[], None] | None,
+        may_wait: Callable[[], None],
         owner: object,
     ) -> None:
-        """`check` as for `EngineLoop.submit`; `owner` is the engine, which must not be collected before its
-        last result was taken."""
+        """`check` as for `EngineLoop.submit`; `may_wait` raises where waiting would never end; `owner` is the
+        engine, which must not be collected before its last result was taken."""
         self._over = True  # nothing to abandon until it is submitted
         self._owner = owner
         self._on_finish = on_finish
+        self._may_wait = may_wait
         self._told = 0
         self._turn = threading.Lock()
         self._loop = loop
@@ -115,8 +117,9 @@ class GenerateStream(AsyncGenerator[Any, None]):
         """Samples of all prompts together."""
         return len(self._requests)
 
-    async def result(self, timeout: float | None = None) -> Any:
-        """The final result of a call that does not stream.
+    async def result(self, timeout: float | None = None, *, asked: float | None = None) -> Any:
+        """The final result of a call that does not stream; an error names `asked`, of which `timeout` is
+        left.
 
         Raises:
             EngineTimeoutError: not done after `timeout` seconds; its requests were aborted.
@@ -128,7 +131,9 @@ class GenerateStream(AsyncGenerator[Any, None]):
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise EngineTimeoutError(f"not done after {timeout} s; the requests were aborted") from error
+            raise EngineTimeoutError(
+                f"the requests were not done after {asked or timeout:g} s, and were aborted"
+            ) from error
 
     async def __anext__(self) -> Any:
         return await self.asend(None)
@@ -141,6 +146,7 @@ class GenerateStream(AsyncGenerator[Any, None]):
             EngineStateError: another task or thread waits for the next message; that one goes on.
         """
         self._loop.check_home()
+        self._may_wait()
         if not self._turn.acquire(blocking=False):
             raise EngineStateError(
                 "another task or thread iterates over this stream", fix="Give each its own request."

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import os
 import threading
 import time
@@ -28,7 +29,7 @@ class LLM:
 
     def __init__(self, async_llm: AsyncLLM) -> None:
         self.async_llm = async_llm
-        self._closed = False
+        self._closed = threading.Event()
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._pending: set[concurrent.futures.Future[Any]] = set()
@@ -37,7 +38,7 @@ class LLM:
             target=_serve, args=(self._loop,), name="tokenspeed_rl-llm", daemon=True
         )
         self._thread.start()
-        self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread, self._pid)
+        self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread, self._closed, self._pid)
 
     def run(self, coro: Coroutine[Any, Any, R], timeout: float | None = None) -> R:
         """Run `coro` to its end and return its result. Interrupted, or after `timeout` seconds, it is
@@ -51,21 +52,18 @@ class LLM:
         """
         if not asyncio.iscoroutine(coro):
             raise RequestError("run() takes a coroutine", got=coro, fix="Pass llm.run(client.flush_cache()).")
-        try:
-            check_timeout(timeout)
-            future = self._schedule(coro)
-        except BaseException:
-            coro.close()
-            raise
-        try:
-            return _result(future, timeout)
+        future: concurrent.futures.Future[R] = concurrent.futures.Future()
+        try:  # whatever interrupts this from here on finds a future to cancel
+            seconds = check_timeout(timeout)
+            self._schedule(coro, future)
+            return _result(future, seconds)
         except concurrent.futures.CancelledError:
-            if self._closed:
+            if self._closed.is_set():
                 raise EngineShutdownError("the LLM was shut down while this was going on") from None
             raise
         finally:
             if not future.done():
-                self._withdraw(future)
+                self._withdraw(coro, future)
 
     def generate(
         self,
@@ -88,7 +86,7 @@ class LLM:
         stream = self.async_llm.submit(without_stream(obj), wait=wait)
         try:
             left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
-            return self.run(stream.result(left))
+            return self.run(stream.result(left, asked=timeout))
         finally:
             stream.abandon()
 
@@ -112,7 +110,7 @@ class LLM:
         """End the facade, not the AsyncLLM behind it; whoever waits in it gets EngineShutdownError.
         Idempotent."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             pending = list(self._pending)
         for future in pending:
             future.cancel()  # its caller is woken even if the coroutine won't end
@@ -120,7 +118,7 @@ class LLM:
         if threading.current_thread() is not self._thread:
             self._thread.join(JOIN_SECONDS)  # another thread's call may be the one that ends it
 
-    def _schedule(self, coro: Coroutine[Any, Any, R]) -> "concurrent.futures.Future[R]":
+    def _schedule(self, coro: Coroutine[Any, Any, R], future: "concurrent.futures.Future[R]") -> None:
         if os.getpid() != self._pid:
             raise EngineStateError(
                 "this engine lives in the parent of this forked process", fix="Use it there only."
@@ -130,20 +128,52 @@ class LLM:
                 "run() was called from a coroutine that run() runs", fix="Await it instead."
             )
         with self._lock:  # what is scheduled before the loop is told to stop is cancelled, not lost
-            if self._closed:
+            if self._closed.is_set():
                 raise EngineShutdownError("this LLM has been shut down; make a new one")
-            future = asyncio.run_coroutine_threadsafe(coro, self._loop)
             self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
-        return future
+            future.add_done_callback(self._pending.discard)
+            self._loop.call_soon_threadsafe(_start, self._loop, coro, future)
 
-    def _withdraw(self, future: "concurrent.futures.Future[Any]") -> None:
+    def _withdraw(self, coro: Coroutine[Any, Any, R], future: "concurrent.futures.Future[R]") -> None:
         """Cancel, and give the coroutine a moment to let go of what it holds: its requests, its rids."""
         future.cancel()
+        if inspect.getcoroutinestate(coro) == inspect.CORO_CREATED and future not in self._pending:
+            coro.close()  # it was refused, or never got there
         unwound = threading.Event()
         with contextlib.suppress(RuntimeError):  # the event loop has ended, and cancelled everything
             self._loop.call_soon_threadsafe(self._loop.call_soon, unwound.set)
             unwound.wait(UNWIND_SECONDS)
+
+
+def _start(
+    loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, R], future: "concurrent.futures.Future[R]"
+) -> None:
+    """On the event loop: run `coro` into `future`, and cancel it with that."""
+    if future.done():
+        coro.close()
+        return
+    task = loop.create_task(coro)
+
+    def finish(task: "asyncio.Task[R]") -> None:
+        if task.cancelled():
+            future.cancel()
+            error: BaseException | None = None
+        else:
+            error = task.exception()
+        if not future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(task.result())
+
+    def stop(future: "concurrent.futures.Future[R]") -> None:
+        if future.cancelled():
+            with contextlib.suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(task.cancel)
+
+    task.add_done_callback(finish)
+    future.add_done_callback(stop)
 
 
 def _result(future: "concurrent.futures.Future[R]", timeout: float | None) -> R:
@@ -176,9 +206,12 @@ def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
             continue
 
 
-def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
+def _stop(
+    loop: asyncio.AbstractEventLoop, thread: threading.Thread, closed: threading.Event, pid: int
+) -> None:
     if os.getpid() != pid:  # a forked child has no such thread
         return
+    closed.set()
     if not loop.is_closed():
         loop.call_soon_threadsafe(loop.stop)
     if thread is not threading.current_thread():

@@ -179,22 +179,24 @@ def check_integer(name: str, value: Any, *, low: int | None = None, high: int | 
     return number
 
 
-def check_timeout(timeout: Any) -> None:
-    """Refuse anything but None (no limit) and a number of seconds.
+def check_timeout(timeout: Any) -> float | None:
+    """None (no limit), or a number of seconds as a float.
 
     Raises:
-        RequestError: negative, not finite, or no number.
+        RequestError: negative, above 30 years, or no number.
     """
-    if timeout is not None:
-        _number("timeout", timeout, low=0.0)
+    return None if timeout is None else _number("timeout", timeout, low=0.0, high=1e9)
 
 
 def _number(
     name: str, value: Any, *, low: float | None = None, above: float | None = None, high: float | None = None
 ) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise RequestError(f"{name} must be a finite number", got=value, fix="Pass a float.")
-    number = float(value)
     limits = [
         (low is None or number >= low, f"at least {low}"),
         (above is None or number > above, f"above {above}"),

@@ -124,6 +124,8 @@ def test_a_cast_module_is_followed_in_its_rounded_rotation(tiny, make_engine):
         return sum(abs(one - other) for one, other in pairs) / len(found)
 
     followed = gap()
-    rotary = model.model.rotary_emb
-    rotary.inv_freq = rotary.inv_freq.float()  # still rounded, but no longer known to be
-    assert 2 * followed < gap()
+    model.float()  # the rotation stays rounded, and the values are float32 from here on
+    assert gap() < 1e-4
+    fresh = type(model)(model.config)
+    model.model.rotary_emb = fresh.model.rotary_emb
+    assert gap() < 1e-4 < followed

@@ -210,7 +210,7 @@ def test_top_and_chosen_ids_have_the_sampling_logprobs(tiny, model, engine):
 def test_text_stands_beside_every_logprob_only_when_asked(tiny, engine):
     """F2: the third of each triple is the token's text with `return_text_in_logprobs`, else None."""
     fields = {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0}
-    params = {"logit_bias": {65: 1000.0, 66: 999.0}, "max_new_tokens": 2}
+    params = {"logit_bias": {65: 1000.0, 66: 999.0}, "max_new_tokens": 2, "temperature": 0}
     shown = engine.generate("xy", params, return_text_in_logprobs=True, **fields)["meta_info"]
     assert [text for _, _, text in shown["output_token_logprobs"]] == ["A", "A"]
     assert [text for _, _, text in shown["input_token_logprobs"]] == ["x", "y"]

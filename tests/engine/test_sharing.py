@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from tokenspeed_rl.errors import ConfigError, EngineStateError, WeightsInvalidError
+from tokenspeed_rl.errors import ConfigError, EngineStateError, WeightsInvalidError, WeightUpdateError
 from tokenspeed_rl.requests import GenerateReqInput
-from tokenspeed_rl.weights import checksum
+from tokenspeed_rl.weights import checksum, flatten
 
 K = "model.layers.1.self_attn.k_proj.weight"
 PARAMS = {"n": 2, "max_new_tokens": 8}
@@ -260,6 +260,39 @@ def test_what_the_engine_returns_is_ordinary(tiny, make_engine):
     train_step(model, torch.optim.AdamW(model.parameters()))
     engine.weights_changed()
     ask(tiny, model, engine, tiny.prompt(9))
+
+
+def test_freed_storages_are_errors_and_end_no_process(tiny, make_engine):
+    """E2, E13: FSDP frees the storage of a parameter that it has sharded: whatever reads weights refuses it,
+    and the engine goes on once it is back."""
+    model, prompt = tiny.model(), tiny.prompt(9)
+    norm = model.model.norm.weight
+    kept, nbytes = norm.detach().clone(), norm.nbytes
+    norm.untyped_storage().resize_(0)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is without its memory"):
+        make_engine(model)
+    with pytest.raises(WeightUpdateError, match=r"model\.norm\.weight is without its memory"):
+        make_engine(model.config).update_weights_from_tensor(model.named_parameters())
+    with pytest.raises(WeightUpdateError, match=r"model\.norm\.weight is without its memory"):
+        flatten(model.named_parameters())
+    norm.untyped_storage().resize_(nbytes)
+    norm.data.copy_(kept)
+    engine = make_engine(model)
+    ask(tiny, model, engine, prompt)
+    norm.untyped_storage().resize_(0)
+    for read in (
+        lambda: engine.generate(input_ids=prompt),
+        engine.weights_changed,
+        engine.weights_checksum,
+        lambda: engine.get_weights_by_name("model.norm.weight"),
+        lambda: dict(engine.named_parameters()),
+    ):
+        with pytest.raises(WeightsInvalidError):
+            read()
+    norm.untyped_storage().resize_(nbytes)
+    norm.data.copy_(kept)
+    engine.share_weights(model)
+    ask(tiny, model, engine, prompt)
 
 
 def test_two_engines_on_one_module(tiny, make_engine):

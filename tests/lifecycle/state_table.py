@@ -217,6 +217,12 @@ WEIGHTS = Table(
             Outcome(OK, "an update of 0 bytes, also asleep"),
         ),
         Row(
+            "`watch`",
+            calls("Engine", "watch"),
+            {**after, own: Outcome(STATE, "nothing is shared with this engine")},
+            fine,
+        ),
+        Row(
             "`share_weights`",
             calls("Engine", "share_weights", then=borrowed),
             alone,
@@ -229,8 +235,8 @@ WEIGHTS = Table(
             fine,
         ),
         Row(
-            "`init_weights_update_group`, `destroy_weights_update_group`, `watch`",
-            [*calls("AsyncLLM", *GROUPS), *calls("Engine", *GROUPS, "watch")],
+            "`init_weights_update_group`, `destroy_weights_update_group`",
+            [*calls("AsyncLLM", *GROUPS), *calls("Engine", *GROUPS)],
             after,
             fine,
         ),

@@ -30,8 +30,13 @@ held back and other calls are served. Cancelling the caller, or its timeout, wit
 Weights are the engine's own, or shared with a trainer's module. Own ones survive the release of `weights`
 with `weights_backup="cpu"`; without it they are invalid until a complete update. Shared ones aren't touched
 by a release and stay valid. They are invalid once the module's parameters are found to have *moved* to
-other memory, which is looked for at `weights_changed`, and at a new request or a wake where `weights` is
-resident then.
+other memory, which is looked for at `weights_changed`, and at a new request, a resume or a wake where
+`weights` is resident then; or when `weights_changed` finds a module that computes something else (a hook,
+a replaced projection), which it refuses with `ConfigError` until it is undone.
+
+Weights may also come in pieces: `partial=True` with a `weight_version`. From the first piece they are
+invalid, until pieces of that version together have brought every weight. A piece of another version starts
+over. `partial=True` without a version changes some weights of a valid set, which stays valid.
 
 ## How to read the tables
 

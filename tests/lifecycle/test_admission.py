@@ -20,8 +20,12 @@ class Queue:
     def __init__(self) -> None:
         self.queued: list[int] = []
         self.acts: list[str] = []
+        self.rests = 0
         self.admission: Admission[int] = Admission(
-            end_all=self._end_all, retract_all=lambda: self.acts.append("retract"), enqueue=self._enqueue
+            end_all=self._end_all,
+            retract_all=lambda: self.acts.append("retract"),
+            enqueue=self._enqueue,
+            come_to_rest=self._come_to_rest,
         )
 
     def pause(self, mode: Any) -> Future[bool]:
@@ -54,6 +58,9 @@ class Queue:
     def _enqueue(self, requests: Iterable[int]) -> None:
         self.queued += requests
 
+    def _come_to_rest(self) -> None:
+        self.rests += 1
+
     def _end_all(self) -> None:
         self.acts.append("end")
         self.queued.clear()
@@ -62,6 +69,16 @@ class Queue:
 @pytest.fixture
 def queue() -> Queue:
     return Queue()
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep", "retract"])
+def test_the_device_is_at_rest_when_a_pause_is_answered(mode: str) -> None:
+    """B1: whoever hears that a pause holds may write shared weights: nothing that was begun reads them."""
+    queue = Queue()
+    queue.submit(1)
+    reply = queue.pause(mode)
+    queue.end()
+    assert reply.result(0) is True and queue.rests == 1
 
 
 @pytest.mark.parametrize("second", MODES)

@@ -66,10 +66,10 @@ def test_unknown_mode(counter: Engine, mode: Any, before: str | None) -> None:
     if before is not None:
         counter.pause(before)
     live = ask(counter, [1]) if before is not None else None
-    with pytest.raises(RequestError, match="mode must be of abort, wait, keep, retract"):
+    with pytest.raises(RequestError, match="mode must be one of abort, wait, keep, retract"):
         counter.pause(mode)
     assert asyncio.run(counter.client.pause_scheduler(mode=mode)) is False
-    assert "mode must be of" in Tiny.state(counter)["last_refusal"]
+    assert "mode must be one of" in Tiny.state(counter)["last_refusal"]
     assert admission(counter) == (before or "running")
     counter.resume()
     if live is not None:

@@ -106,7 +106,7 @@ def test_wrong_and_repeated_tags(make_engine: Any, monkeypatch: Any) -> None:
         engine.release_memory_occupation(["weights", "kv_cache"])
     for bad in ("kv", [], ["weights", 3], 7):
         for call in (engine.release_memory_occupation, engine.resume_memory_occupation):
-            with pytest.raises(RequestError, match="tags must be of weights, kv_cache, cuda_graph"):
+            with pytest.raises(RequestError, match="each tag must be one of weights, kv_cache, cuda_graph"):
                 call(bad)
     assert residency(made) == {"kv_cache"}
     engine.release_memory_occupation()

@@ -82,7 +82,7 @@ def test_who_is_inside_the_iterator(slot: UpdateSlot, elsewhere: ThreadPoolExecu
         return await asyncio.create_task(asyncio.to_thread(inside, slot))
 
     assert not inside(slot)
-    with slot.reading():
+    with slot.iterating():
         assert inside(slot)
         assert asyncio.run(asked())
         assert elsewhere.submit(copy_context().run, inside, slot).result(5)
@@ -92,7 +92,7 @@ def test_who_is_inside_the_iterator(slot: UpdateSlot, elsewhere: ThreadPoolExecu
 
 def test_an_iterator_that_raises(slot: UpdateSlot) -> None:
     """E14, E15: after an exception out of the iterator nobody is inside."""
-    with pytest.raises(ZeroDivisionError), slot.reading():
+    with pytest.raises(ZeroDivisionError), slot.iterating():
         raise ZeroDivisionError
     assert not inside(slot)
 
@@ -105,7 +105,7 @@ def test_what_the_iterator_started_and_left_behind(slot: UpdateSlot, elsewhere: 
         assert go_on.wait(5)
         return inside(slot)
 
-    with slot.reading():
+    with slot.iterating():
         left = elsewhere.submit(copy_context().run, later)
     go_on.set()
     assert left.result(5) is False
@@ -114,9 +114,9 @@ def test_what_the_iterator_started_and_left_behind(slot: UpdateSlot, elsewhere: 
 def test_updates_of_two_engines(slot: UpdateSlot) -> None:
     """G9: from inside one engine's update another engine may be called, even updated."""
     other = UpdateSlot()
-    with slot.reading():
+    with slot.iterating():
         assert inside(slot) and not inside(other)
-        with other.reading():
+        with other.iterating():
             assert inside(slot) and inside(other)
         assert inside(slot) and not inside(other)
     assert not inside(slot)

@@ -7,6 +7,7 @@ import random
 import re
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,65 @@ def test_thirty_random_updates(llama: Pair, tmp_path: Path) -> None:
         assert isinstance(found, Receipt) and found.checksum == checksum(weights_of(model))
         gaps.append(exact(model, llama.engine, cached=0))
     assert max(gaps) < EXACT and max(gaps[20:]) < 4 * max(gaps[:10])
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+SURROUNDINGS = {
+    "inference mode": torch.inference_mode,
+    "with meta": lambda: torch.device("meta"),
+    "meta by default": lambda: default_device("meta"),
+    "float64 by default": lambda: default_dtype(torch.float64),
+}
+
+
+def whole_life(weights: list[dict[str, Tensor]], saved: Path, config: Any) -> Iterator[object]:
+    """Constructed, updated by every path, asleep and awake: what is seen of it."""
+    ask = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 5, "seed": 1}, "return_logprob": True}
+    with Engine(saved, device="cpu", max_total_tokens=512, weights_backup="cpu") as engine:
+        yield engine.weights_checksum()
+    with Engine(config, device="cpu", max_total_tokens=512, weights_backup="cpu") as engine:
+        for at, path in enumerate(PATHS):
+            atomic = {} if path == "disk" else {"atomic": at % 2 == 0}
+            receipt = update(engine, "engine", path, saved if path == "disk" else weights[at % 2], **atomic)
+            assert isinstance(receipt, Receipt)
+            yield receipt.checksum
+        engine.release_memory_occupation()
+        engine.resume_memory_occupation()
+        (result,) = [engine.generate(**ask)]
+        yield result["output_ids"], result["meta_info"]["output_token_logprobs"]
+        yield engine.get_weights_by_name("model.norm.weight")
+        yield [(name, tensor.dtype, tensor.device.type) for name, tensor in engine.named_parameters()]
+        yield [tensor.is_inference() for _, tensor in engine.named_parameters()]
+        core = engine.client._core
+        yield [tensor.is_inference() for tensor in (*core.kv.k, *core.kv.v)]
+        yield [tensor.is_inference() for kept in core.source.store.weights.values() for tensor in kept]
+
+
+@pytest.mark.parametrize("where", SURROUNDINGS)
+def test_a_whole_life_in_the_callers_surroundings(where: str, tmp_path: Path) -> None:
+    """F14: inference mode, a default device and a default dtype of the caller's change nothing: not a bit of
+    weights and logprobs, and every tensor is an ordinary one where the engine is."""
+    models = [Tiny.model("qwen2", seed) for seed in (0, 1)]
+    weights, saved = [weights_of(model) for model in models], save_model(models[1], tmp_path)
+    usual = list(whole_life(weights, saved, models[0].config))
+    with SURROUNDINGS[where]():
+        found = list(whole_life(weights, saved, models[0].config))
+    assert found == usual
+    assert not any(flag for flags in found[-3:] for flag in flags)

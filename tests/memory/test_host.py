@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -157,9 +160,15 @@ sys.cycle.append(sys.cycle)
     )
 
 
-def test_memory_that_is_promised_is_not_free(monkeypatch):
-    """A1: what is mapped but not yet touched is taken; the kernel would kill the process at the touch."""
+@pytest.fixture
+def alone(monkeypatch):
+    """A machine with 100 MB free and no memory promised by what other tests may have left."""
     monkeypatch.setattr(host, "free_bytes", lambda device: 100 * MB)
+    monkeypatch.setattr(host, "_blocks", WeakValueDictionary())
+
+
+def test_memory_that_is_promised_is_not_free(alone):
+    """A1: what is mapped but not yet touched is taken; the kernel would kill the process at the touch."""
     memory = HostMemory()
     first, second = memory.reserve("weights", 60 * MB), memory.reserve("kv_cache", 60 * MB)
     first.map(60 * MB)
@@ -173,6 +182,92 @@ def test_memory_that_is_promised_is_not_free(monkeypatch):
     assert memory.free() <= 2 * MB
     first.unmap()
     assert memory.free() == 40 * MB
+
+
+def test_engines_of_one_process_do_not_promise_the_same_memory(alone):
+    """A1: what one memory has promised, no other counts as free, until it is given back or lost."""
+    one, other = HostMemory(), HostMemory()
+    first, second = one.reserve("kv_cache", 80 * MB), other.reserve("kv_cache", 80 * MB)
+    first.map(60 * MB)
+    assert one.free() == other.free() == other.host_free() == 40 * MB
+    with pytest.raises(OutOfMemoryError) as error:
+        second.map(60 * MB)
+    assert (error.value.wanted, error.value.free) == (60 * MB, 40 * MB)
+    del error  # its traceback would hold the second's addresses
+    second.map(30 * MB)
+    assert one.free() == other.free() == 10 * MB
+    first.unmap()
+    assert one.free() == other.free() == 70 * MB
+    second.bytes[:, : 30 * MB] = 1
+    assert one.free() == 100 * MB  # touched: the system counts it from now on
+    second.unmap()
+    second.map(30 * MB)
+    view = second.bytes[0, :1]
+    second.close()
+    assert one.free() == 70 * MB  # somebody could still touch it
+    del view
+    gc.collect()
+    assert one.free() == 100 * MB
+
+
+def test_memory_is_counted_while_other_threads_come_and_go(alone):
+    """A1: engines start and end on any thread, in the middle of a count too."""
+    ready = threading.Barrier(4)
+    broken: list[BaseException] = []
+
+    def come_and_go():
+        try:
+            ready.wait(20)
+            for _ in range(300):
+                region = HostMemory().reserve("weights", 2 * PAGE)
+                region.map(PAGE)
+                region.unmap()
+                region.map(2 * PAGE)
+                region.close()
+        except BaseException as error:
+            broken.append(error)
+
+    threads = [threading.Thread(target=come_and_go) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    memory = HostMemory()
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        ready.wait(20)
+        while any(thread.is_alive() for thread in threads):
+            assert 100 * MB - 6 * PAGE <= memory.free() <= 100 * MB
+    finally:
+        sys.setswitchinterval(switch)
+        for thread in threads:
+            thread.join(20)
+    assert not broken and memory.free() == 100 * MB
+
+
+def test_a_forked_child_has_promises_of_its_own_alone():
+    """A8: an engine in a child counts neither the parent's promises nor pages that aren't there."""
+    run(
+        """
+import os, sys, torch
+from tokenspeed_rl.memory import HostMemory, host
+
+host.free_bytes = lambda device: 100 << 20
+parents = HostMemory().reserve("weights", 60 << 20)
+parents.map(60 << 20)
+child = os.fork()
+if child == 0:
+    memory = HostMemory()
+    assert memory.free() == 100 << 20
+    memory.reserve("weights", 30 << 20).map(30 << 20)
+    region = memory.reserve("weights", 20 << 20)
+    region.map(20 << 20)
+    assert memory.free() == 80 << 20
+    sys.exit(0)
+_, status = os.waitpid(child, 0)
+assert status == 0, status
+assert HostMemory().free() == 40 << 20
+"""
+    )
 
 
 def test_a_terabyte_of_addresses():

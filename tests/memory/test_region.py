@@ -51,6 +51,22 @@ def test_addresses_live_on(bench):
     assert region.bytes[0, 64:128].view(torch.float32).tolist() == list(range(16))
 
 
+def test_made_under_inference_mode_a_region_is_ordinary(bench):
+    """Architecture, manners: whoever asks first, autograd works on what lies in a region."""
+    region = bench.memory.reserve("weights", SIZE)
+    with torch.inference_mode():
+        region.map(SIZE)
+        data = region.bytes
+        data[0, :64].fill_(3)
+        backup = bench.memory.save(region)
+        data[0, :64].fill_(0)
+    backup.restore()
+    assert not data.is_inference() and not region.bytes[0].is_inference()
+    weight = torch.ones(64, requires_grad=True)
+    (weight * data[0, :64]).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [3.0] * 64
+
+
 def test_the_beginning_of_every_stripe_is_mapped(bench):
     """The KV cache maps as many pages of each layer as fit, in layers at fixed addresses."""
     region = bench.memory.reserve("kv_cache", 4 * SIZE, stripes=3)

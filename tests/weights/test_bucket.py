@@ -28,6 +28,11 @@ def make(shape, dtype, strides: str, seed: int) -> torch.Tensor:
     return tensor.permute(list(reversed(range(tensor.dim())))) if strides == "transposed" else tensor
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 NAMED = st.lists(
     st.tuples(SHAPES, st.sampled_from(DTYPES), st.sampled_from(["plain", "every other", "transposed"])),
     max_size=8,
@@ -126,6 +131,7 @@ def test_the_sources_may_change_afterwards():
         ([("w", torch.zeros(2, dtype=torch.int64))], "w is torch.int64"),
         ([("w", torch.zeros(2, device="meta"))], "w is on the meta device"),
         ([("w", torch.eye(2).to_sparse())], "w is torch.sparse_coo"),
+        ([("v", torch.zeros(2)), ("w", freed(torch.zeros(2)))], "w is without its memory"),
         ([("w", torch.zeros(2)), ("w", torch.ones(2))], "given twice"),
         ([("w", 3)], "item 0 is no pair"),
         ([("a", torch.zeros(1)), torch.zeros(2, 2)], "item 1 is no"),
@@ -136,6 +142,32 @@ def test_what_can_be_no_weight_is_refused_by_name(named, message):
     for make_it in (flatten, lambda pairs: list(buckets(pairs, 100))):
         with pytest.raises(WeightUpdateError, match=message):
             make_it(named)
+
+
+def test_data_that_was_freed_is_no_bucket():
+    """Bytes that aren't there can't be read: refused when the bucket is made, and when it is read."""
+    data = torch.zeros(8, dtype=torch.uint8)
+    bucket = FlattenedBucket(data, [("w", torch.float32, (2,), 0)])
+    freed(data)
+    with pytest.raises(WeightUpdateError, match="memory of a bucket's data was freed"):
+        bucket.tensors()
+    with pytest.raises(WeightUpdateError, match="have values"):
+        FlattenedBucket(data, [("w", torch.float32, (2,), 0)])
+    assert FlattenedBucket(freed(torch.zeros(0, dtype=torch.uint8)), []).tensors() == []
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_buckets_are_ordinary_tensors(mode):
+    """Architecture, manners: made under inference mode, autograd works on them all the same."""
+    with mode():
+        bucket, *more = [flatten({"w": torch.ones(3)}), *buckets({"w": torch.ones(3)}, 4)]
+        views = [tensor for each in (bucket, *more) for _, tensor in each.tensors()]
+    for view in (bucket.data, *views):
+        assert not view.is_inference() and not view.requires_grad
+    weight = torch.ones(3, requires_grad=True)
+    with torch.enable_grad():
+        (weight * views[0]).sum().backward()
+    assert weight.grad is not None and weight.grad.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, None])

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tokenspeed_rl.errors import RequestError
 from tokenspeed_rl.weights import checksum
 
 LAST = torch.arange(12).view(3, 4) == 11
@@ -70,3 +71,11 @@ def test_strides_do_not_count_and_odd_tensors_do():
     assert checksum({"a": torch.empty(0, 3)}) != checksum({"a": torch.empty(3, 0)})
     assert checksum({"a": torch.tensor(0.0)}) != checksum({"a": torch.tensor(-0.0)})
     assert checksum({"a": torch.tensor(float("nan"))}) == checksum({"a": torch.tensor(float("nan"))})
+
+
+def test_freed_memory_is_an_error():
+    """A trainer that has freed a parameter's storage gets an error, not a dead process."""
+    tensor = torch.zeros(4, 4)
+    tensor.untyped_storage().resize_(60)
+    with pytest.raises(RequestError, match=r"freed or cut short.*torch\.float32 \[4, 4\]"):
+        checksum({"w": tensor})

@@ -167,6 +167,12 @@ def test_items_that_are_no_pairs_are_refused_by_position(item, message):
             list(read(named_tensors=make([("a", torch.zeros(1)), item])).stream or ())
 
 
+def resized(tensor, nbytes):
+    """Its storage freed, as FSDP does, or cut short; shape and strides stay."""
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
 UNFIT = {
     "integer": (torch.zeros(32, dtype=torch.int32), "torch.int32, not one of"),
     "8-bit float": (torch.zeros(32, dtype=torch.float8_e4m3fn), "torch.float8_e4m3fn, not one of"),
@@ -174,6 +180,11 @@ UNFIT = {
     "complex": (torch.zeros(32, dtype=torch.complex64), "torch.complex64"),
     "meta": (torch.zeros(32, device="meta"), "on the meta device"),
     "sparse": (torch.zeros(32).to_sparse(), r"torch.sparse_coo, not strided: pass its to_dense\(\)"),
+    "freed": (resized(torch.zeros(32), 0), "without its memory"),
+    "freed view": (resized(torch.zeros(40)[8:], 0), "without its memory"),
+    "cut short": (resized(torch.zeros(32), 127), "without its memory"),
+    "view cut short": (resized(torch.zeros(40)[8:], 159), "without its memory"),
+    "strided view cut short": (resized(torch.zeros(63)[::2], 248), "without its memory"),
     "subclass": (torch.zeros(32).as_subclass(type("Own", (torch.Tensor,), {})), "a Own, not a plain tensor"),
 }
 
@@ -192,6 +203,26 @@ def test_unfit_tensors_are_refused_by_name(tiny, kind, whole):
         else:
             update.claim("model.norm.weight", tensor)
     assert not update.wrote
+
+
+FIT = {
+    "exactly as long as its storage": resized(torch.ones(40)[:32], 128),
+    "a strided view to the last byte": resized(torch.ones(64)[::2], 252),
+    "one value for all": torch.ones(1).expand(32),
+}
+
+
+@pytest.mark.parametrize("kind", FIT)
+def test_a_tensor_that_its_storage_just_holds_is_written(tiny, kind):
+    """E2: only what really lies past the end of a storage is refused."""
+    store = tiny.store(tiny.config())
+    randomise(store, seed=0, std=0.02)
+    store.weights["norm"][0].zero_()
+    update = WeightUpdate(store, kind="tensor", partial=True)
+    update.check_whole([("model.norm.weight", FIT[kind])])
+    update.run([("model.norm.weight", FIT[kind])])
+    update.commit()
+    assert store.weights["norm"][0].tolist() == [1.0] * 32
 
 
 def test_a_sharded_tensor_is_refused_with_the_fix(tiny):

@@ -129,6 +129,45 @@ def test_a_module_moved_to_meta_is_named(tiny):
         shared.check_storage()
 
 
+@pytest.mark.parametrize("ask", ["check_storage", "weights_changed"])
+def test_freed_memory_is_noticed_wherever_the_allocator_puts_it(tiny, ask):
+    """E13: a storage freed, and one cut short, which comes back at the same address as often as not: noticed,
+    and until it is shared again nothing reads there."""
+    model = tiny.model()
+    param = model.get_parameter(NORM)
+    kept = param.detach().clone()
+    for nbytes in (0, param.nbytes - 1):
+        store, shared = tiny.share(model)
+        param.untyped_storage().resize_(0)
+        param.untyped_storage().resize_(nbytes)
+        with pytest.raises(WeightsInvalidError, match=NORM):
+            getattr(shared, ask)()
+        assert not store.version.valid
+        with pytest.raises(WeightsInvalidError, match="memory of norm was freed"):
+            store.checksum()
+        with pytest.raises(WeightsInvalidError, match="memory of norm was freed"):
+            list(store.parameters())
+        with pytest.raises(ConfigError, match=f"{NORM} is without its memory"):
+            share(model, store, tiny.classes())
+        param.untyped_storage().resize_(param.nbytes)
+        param.data.copy_(kept)
+        share(model, store, tiny.classes()).check_storage()
+        assert tiny.same_bits(tiny.held(store), dict(model.named_parameters()))
+
+
+def test_the_size_of_a_storage_counts_at_the_same_address(tiny, monkeypatch):
+    """E13: the same, where the address is sure to be the same."""
+    model = tiny.model()
+    store, shared = tiny.share(model)
+    param, before = model.get_parameter(NORM), model.get_parameter(NORM).data_ptr()
+    param.untyped_storage().resize_(param.nbytes - 1)
+    monkeypatch.setattr(param, "data_ptr", lambda: before)
+    for ask in (shared.check_storage, shared.weights_changed):
+        with pytest.raises(WeightsInvalidError, match=NORM):
+            ask()
+    assert not store.version.valid
+
+
 def test_an_untied_head_is_noticed(tiny):
     """E13: assigning a state dict to a tied module moves its embedding: noticed, mended by tying."""
     model = tiny.model(tie_word_embeddings=True)
@@ -178,3 +217,29 @@ def test_a_hook_added_later_is_raised_by_weights_changed_until_removed(tiny):
     handle.remove()
     shared.weights_changed()
     assert store.version.valid
+
+
+def test_an_optimizer_on_a_stream_of_its_own_is_waited_for(tiny, monkeypatch):
+    """E13: new values are in force once everything that writes them on the device is through."""
+    model = tiny.model()
+    store, shared = tiny.share(model)
+    waited = []
+    monkeypatch.setattr(store, "settle", lambda: waited.append(store.version.epoch))
+    epoch = store.version.epoch
+    shared.weights_changed()
+    assert waited == [epoch] and store.version.epoch == epoch + 1
+
+
+def test_a_device_that_fails_commits_nothing(tiny, monkeypatch):
+    """E13: where the wait fails, the version is the one before."""
+    model = tiny.model()
+    store, shared = tiny.share(model)
+    version = (store.version.epoch, store.version.label)
+
+    def fail():
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(store, "settle", fail)
+    with pytest.raises(RuntimeError, match="is gone"):
+        shared.weights_changed("new")
+    assert (store.version.epoch, store.version.label) == version

@@ -122,6 +122,14 @@ REFUSED = {
         "model.norm.weight is torch.bfloat16, but the engine's dtype is torch.float32",
     ),
     "one meta parameter": (lambda m: m.model.norm.to("meta"), "model.norm.weight is on the meta device"),
+    "freed parameter": (
+        lambda m: m.model.norm.weight.untyped_storage().resize_(0),
+        "model.norm.weight is without its memory",
+    ),
+    "parameter cut short": (
+        lambda m: m.get_submodule(Q).weight.untyped_storage().resize_(32 * 32 * 4 - 1),
+        f"{Q}.weight is without its memory",
+    ),
     "integer parameter": (
         lambda m: setattr(
             m.model.norm, "weight", nn.Parameter(torch.ones(32, dtype=torch.int8), requires_grad=False)

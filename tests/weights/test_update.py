@@ -308,6 +308,33 @@ def test_an_update_ends_once(rig, atomic):
     assert rig.state() == state and rig.holds(rig.w1)
 
 
+@pytest.mark.parametrize("atomic", [True, False])
+@pytest.mark.parametrize("fails_at", range(4))
+def test_a_device_that_fails_is_no_commit(rig, monkeypatch, atomic, fails_at):
+    """E9: at whichever wait the device fails, an update that raises is not in force: old weights, or invalid
+    ones; and one that doesn't raise is."""
+    settle, waits = rig.store.settle, itertools.count()
+
+    def break_once():
+        if next(waits) == fails_at:
+            raise RuntimeError("the device is gone")
+        settle()
+
+    before = rig.state()
+    monkeypatch.setattr(rig.store, "settle", break_once)
+    try:
+        receipt = rig.update(rig.w1, label="w1", atomic=atomic)
+    except RuntimeError:
+        untouched = rig.holds(rig.w0)
+        assert rig.state()[:3] == before[:3]
+        assert rig.store.version.valid is untouched
+    else:
+        assert receipt.version == rig.store.version.label == "w1" and rig.holds(rig.w1)
+        assert receipt.checksum == checksum(rig.w1)
+    monkeypatch.setattr(rig.store, "settle", settle)
+    assert rig.update(rig.w1).checksum == checksum(rig.w1)
+
+
 def resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -87,12 +87,12 @@ class KVCache:
 
     def unmap(self) -> None:
         """Give the memory back; what the pages held is gone."""
-        self.k, self.v, self.num_pages, self._data = (), (), 0, None
         self.region.unmap()
+        self._drop_views()
 
     def close(self) -> None:
         """Give back memory and addresses for good."""
-        self.k, self.v, self.num_pages, self._data = (), (), 0, None
+        self._drop_views()
         self.region.close()
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -100,3 +100,6 @@ class KVCache:
         for source, destination in copies:
             assert self._data is not None, "a page number outlived its memory"
             self._data[:, :, destination].copy_(self._data[:, :, source])
+
+    def _drop_views(self) -> None:
+        self.k, self.v, self.num_pages, self._data = (), (), 0, None

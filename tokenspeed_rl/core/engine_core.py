@@ -72,6 +72,7 @@ class EngineCore:
             fit=self._fit_requests,
             check_shared=self.source.check_shared,
             take_submitted=self.loop.take_submitted,
+            come_to_rest=store.settle,
             lock=self.loop.lock,
         )
         store.guard = self._read_weights
@@ -79,7 +80,7 @@ class EngineCore:
         self.sync = WeightSync(self.loop, self.life, self.source, self._closing, self.log)
 
     def capacity(self) -> int | None:
-        """Tokens the KV cache holds. The first call while its memory is not released maps it, as large as
+        """Most tokens of a request. The first call while its memory is not released maps it, as large as
         what is free then allows; None: not known yet.
 
         Raises:
@@ -145,6 +146,8 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """End the loop and free what the engine owns; shared weights stay the module's. Idempotent."""
+        if self.loop.elsewhere:  # all of it is the parent's
+            return
         self.loop.shutdown()
         self.sync.groups.close_all()
         with self._closing:  # an update writes no more from here on

@@ -31,7 +31,7 @@ from tokenspeed_rl.errors import (
     EngineStateError,
     TokenSpeedError,
 )
-from tokenspeed_rl.lifecycle.admission import answer
+from tokenspeed_rl.lifecycle.reply import answer
 
 R = TypeVar("R")
 JOIN_SECONDS = 60.0
@@ -98,14 +98,14 @@ class EngineLoop:
 
         Waiters are woken at once; pages return before the next step.
         """
-        if self._elsewhere:
+        if self.elsewhere:
             return
         with self.lock:
             self.end(self.live.of(rids), message)
 
     def end(self, requests: Iterable[Request], message: str) -> None:
         """Abort just these samples, whoever uses their ids by now; what is not live stays as it is."""
-        if self._elsewhere:
+        if self.elsewhere:
             return
         with self.lock:
             doomed = [request for request in requests if request in self.live]
@@ -117,7 +117,7 @@ class EngineLoop:
     def end_soon(self, requests: Iterable[Request], message: str) -> None:
         """As `end`, before the next step. Changes nothing here and now, so a finaliser may call it: that can
         run at any point of a thread, also where this one holds the lock."""
-        if self._elsewhere:
+        if self.elsewhere:
             return
         with self.lock:
             if self._cause is None and not self._closing:
@@ -147,7 +147,7 @@ class EngineLoop:
 
     def check_home(self) -> None:
         """Raises EngineStateError in a forked child, where nothing would ever answer."""
-        if self._elsewhere:
+        if self.elsewhere:
             raise EngineStateError(
                 "this engine lives in the parent of this forked process", fix="Use it there only."
             )
@@ -164,7 +164,7 @@ class EngineLoop:
 
     def shutdown(self) -> None:
         """End the loop after the running step; whoever waits gets EngineShutdownError. Idempotent."""
-        if self._elsewhere:
+        if self.elsewhere:
             return
         with self.lock:
             if not self._closing:
@@ -177,7 +177,7 @@ class EngineLoop:
             self._thread.join(JOIN_SECONDS)
 
     @property
-    def _elsewhere(self) -> bool:
+    def elsewhere(self) -> bool:
         """Whether this is a forked child, which has neither the loop's thread nor, perhaps, a free lock."""
         return os.getpid() != self._pid
 

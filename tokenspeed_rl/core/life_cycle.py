@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 from tokenspeed_rl.cache.prefix_cache import PrefixCache
 from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.scheduler import Scheduler
-from tokenspeed_rl.errors import EngineStateError
-from tokenspeed_rl.lifecycle.admission import Admission, answer
+from tokenspeed_rl.errors import EngineStateError, WeightsInvalidError
+from tokenspeed_rl.lifecycle.admission import Admission
+from tokenspeed_rl.lifecycle.reply import answer
 from tokenspeed_rl.lifecycle.residency import Part, Residency
 from tokenspeed_rl.lifecycle.update_slot import UpdateSlot
 from tokenspeed_rl.weights.version import WeightVersion
@@ -34,6 +36,7 @@ class LifeCycle:
         fit: Callable[[Sequence[Request] | None], None],
         check_shared: Callable[[], None],
         take_submitted: Callable[[], None],
+        come_to_rest: Callable[[], None],
         lock: threading.RLock,
     ) -> None:
         """`end_all` ends every unfinished request; `fit` ends or shortens those of some requests (None: all)
@@ -43,13 +46,17 @@ class LifeCycle:
         self.slot = UpdateSlot()
         self.residency = Residency(parts)
         self.admission: Admission[Request] = Admission(
-            end_all=end_all, retract_all=scheduler.retract_all, enqueue=self._enqueue
+            end_all=end_all,
+            retract_all=scheduler.retract_all,
+            enqueue=self._enqueue,
+            come_to_rest=come_to_rest,
         )
         self._scheduler = scheduler
         self._cache = cache
         self._fit = fit
         self._check_shared = check_shared
         self._take_submitted = take_submitted
+        self._come_to_rest = come_to_rest
         self._lock = lock
 
     # What the loop asks
@@ -98,7 +105,10 @@ class LifeCycle:
             self.admission.pause(mode, reply, busy=lambda: self._busy)
 
     def resume(self, mode: str | None = None) -> bool:
-        """As `Admission.resume`."""
+        """As `Admission.resume`. Requests then run only on the weights that were shared."""
+        if "weights" not in self.residency.released:
+            with suppress(WeightsInvalidError):  # the version knows, and nothing runs
+                self._check_shared()
         self.admission.resume(mode)
         return True
 
@@ -113,6 +123,7 @@ class LifeCycle:
         names = self.residency.to_release(tags)
 
         def now() -> None:
+            self._come_to_rest()
             self.residency.release(names)
 
         if not names or self.admission.mode is not None:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from tokenspeed_rl.config import EngineConfig
 from tokenspeed_rl.errors import ConfigError
+from tokenspeed_rl.layers.rope import inverse_frequencies
 from tokenspeed_rl.memory import Memory, memory_for
 from tokenspeed_rl.models import Decoder, DecoderSpec, module_classes, slots, spec_from_config
 from tokenspeed_rl.weights import (
@@ -51,7 +52,7 @@ class ModelSource:
         classes = module_classes(self.spec.architecture)
         with self._sharing:
             self.shared = share(module, self.store, classes, version)
-        self.decoder.follow_rope(_rounded_frequencies(self.shared.module))
+        self.decoder.follow_rope(_other_frequencies(self.shared.module, self.spec))
         return self.shared
 
     def check_shared(self) -> None:
@@ -61,12 +62,16 @@ class ModelSource:
                 self.shared.check_storage()
 
 
-def _rounded_frequencies(module: nn.Module) -> Tensor | None:
-    """The rotary frequencies of a module that `.to(dtype)` rounded along with its weights; None: it has exact
-    ones."""
+def _other_frequencies(module: nn.Module, spec: DecoderSpec) -> Tensor | None:
+    """The rotary frequencies of a module that `.to(dtype)` rounded along with its weights, perhaps there and
+    back; None: it has those that its config says."""
+    exact = inverse_frequencies(spec.rope)
     for name, buffer in module.named_buffers():
-        if name.endswith("rotary_emb.inv_freq") and buffer.dtype != torch.float32:
-            return buffer
+        if name.endswith("rotary_emb.inv_freq"):
+            if buffer.dtype == torch.float32 and spec.rope.kind == "dynamic":
+                return None  # it follows the longest context that the module has seen
+            found = buffer.detach().float().cpu()
+            return None if torch.allclose(found, exact, rtol=1e-5, atol=0.0) else buffer
     return None
 
 
@@ -208,5 +213,12 @@ def _device(config: EngineConfig) -> torch.device:
             raise ConfigError(
                 "device is cuda, and torch sees none", got=config.device, fix="Pass device='cpu'."
             )
+        return _indexed(device)
+    return _indexed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """The device by number: which one is current differs from thread to thread."""
+    if device.type != "cuda" or device.index is not None:
         return device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -25,11 +25,17 @@ class WeightsMemory:
         store = self._source.store
         if store.region is None:
             return
-        if self._keep and store.version.valid:
-            self._backup = self._source.memory.save(store.region)
-        else:
+        keep = self._keep and store.version.valid
+        backup = self._source.memory.save(store.region) if keep else None
+        try:
+            store.region.unmap()
+        except BaseException:
+            if backup is not None:
+                backup.close()
+            raise
+        self._backup = backup
+        if backup is None:
             store.version.invalidate("their memory was released without a backup")
-        store.region.unmap()
 
     def map(self) -> None:
         """The same addresses again."""
@@ -83,8 +89,9 @@ class KVMemory:
 
     def release(self) -> None:
         """Every page, also those in use: their requests return to the queue."""
+        self.kv.unmap()
         self._let_go()
-        self.undo_map()
+        self._forget_pages()
 
     def map(self) -> None:
         """As many pages as the free memory allows."""
@@ -102,13 +109,16 @@ class KVMemory:
 
     def undo_map(self) -> None:
         """No page is left."""
-        self._cache.flush()
-        self._cache.pool.resize(0)
         self.kv.unmap()
-        self.capacity = self._config.max_total_tokens
+        self._forget_pages()
 
     def restore(self) -> None:
         """Nothing was saved."""
+
+    def _forget_pages(self) -> None:
+        self._cache.flush()
+        self._cache.pool.resize(0)
+        self.capacity = self._config.max_total_tokens
 
 
 class GraphMemory:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -25,8 +25,6 @@ from tokenspeed_rl.core.engine_loop import EngineLoop
 from tokenspeed_rl.core.life_cycle import LifeCycle
 from tokenspeed_rl.core.model_source import ModelSource
 from tokenspeed_rl.errors import (
-    EngineDeadError,
-    EngineShutdownError,
     EngineStateError,
     EngineTimeoutError,
     RequestError,
@@ -43,7 +41,7 @@ from tokenspeed_rl.requests import (
 )
 from tokenspeed_rl.weights import Receipt, find_model, read_config
 from tokenspeed_rl.weights.checkpoint import read_checkpoint
-from tokenspeed_rl.weights.incoming import check_update, read_tensors
+from tokenspeed_rl.weights.incoming import Incoming, check_update
 from tokenspeed_rl.weights.transport.groups import Groups
 from tokenspeed_rl.weights.transport.promise import read_promise
 from tokenspeed_rl.weights.update import WeightUpdate
@@ -66,6 +64,8 @@ class Terms(NamedTuple):
     atomic: bool = False
     flush: bool = True
     timeout: float | None = None
+    whole: bool = False
+    """It was judged whole: nothing interrupts it once it has begun to write."""
 
 
 class Updated(NamedTuple):
@@ -74,6 +74,8 @@ class Updated(NamedTuple):
     receipt: Receipt
     retracted: int
     """Requests in flight that compute their KV again."""
+    valid: bool
+    """Whether the weights are a complete set now."""
 
 
 def _terms(kind: str, obj: UpdateWeightsFromTensorReqInput | UpdateWeightsFromDistributedReqInput) -> Terms:
@@ -100,9 +102,9 @@ class WeightSync:
         self._log = log
         self.groups = Groups()
 
-    def from_tensors(self, obj: UpdateWeightsFromTensorReqInput) -> Steps[Updated]:
-        """Whole sets are judged before the first write, an iterator's pairs as they come."""
-        incoming = read_tensors(obj)
+    def from_tensors(self, obj: UpdateWeightsFromTensorReqInput, incoming: Incoming) -> Steps[Updated]:
+        """What `read_tensors(obj)` gave: whole sets are judged before the first write, an iterator's pairs as
+        they come."""
 
         def source(update: WeightUpdate) -> Iterable[Named]:
             if incoming.whole is None:
@@ -111,7 +113,7 @@ class WeightSync:
             update.check_whole(incoming.whole)
             return incoming.whole
 
-        return self.update(_terms("tensor", obj), source)
+        return self.update(_terms("tensor", obj)._replace(whole=incoming.whole is not None), source)
 
     def from_disk(self, obj: UpdateWeightFromDiskReqInput) -> Steps[Updated]:
         """All files' headers are judged before the first write, as is the config beside them."""
@@ -120,9 +122,11 @@ class WeightSync:
             raise RequestError(
                 "load_format must be None, auto or safetensors", got=obj.load_format, fix="Leave it out."
             )
+        if not isinstance(obj.model_path, str | Path):
+            raise RequestError("model_path must be a path or a hub id", got=obj.model_path)
         directory = find_model(obj.model_path)
         self._check_architecture(directory)
-        terms = Terms("disk", obj.weight_version, flush=obj.flush_cache)
+        terms = Terms("disk", obj.weight_version, flush=obj.flush_cache, whole=True)
         return self.update(terms, lambda update: read_checkpoint(update, directory))
 
     def from_group(
@@ -132,8 +136,12 @@ class WeightSync:
 
         `interrupted` is called at every wait for the sender, and ends it by raising.
         """
-        expected = read_promise(obj)
         group = self.groups.get(obj.group_name)
+        try:
+            expected = read_promise(obj)
+        except RequestError as error:
+            group.refuse(error, 1.0)  # for a sender that waits already
+            raise
         receiving = False
 
         def check() -> None:
@@ -185,28 +193,30 @@ class WeightSync:
             update = WeightUpdate(
                 self._store, kind=terms.kind, label=terms.label, partial=terms.partial, atomic=terms.atomic
             )
-            yield from self._write(update, source(update), began, terms.timeout)
+            yield from self._write(update, source(update), began, terms)
             commit = partial(self._commit, update, owner, flush=terms.flush)
             updated: Updated = yield self._loop.call(commit)
             return updated
         except GeneratorExit as error:  # nobody drives this any more
-            self._loop.call(partial(self._give_up, update, owner, error))
+            with suppress(TokenSpeedError):  # nor is there anything left to be undone
+                self._loop.call(partial(self._give_up, update, owner, error))
             raise
         except BaseException as error:
             holds = yield self._loop.call(partial(self._give_up, update, owner, error))
             if holds and isinstance(error, TokenSpeedError):
-                error.what = f"{error.what}; {holds}"
+                error.what = f"{error.what.rstrip('.')}; {holds}"
             raise
 
-    def _write(
-        self, update: WeightUpdate, named: Iterable[Named], began: float, timeout: float | None
-    ) -> Steps[None]:
+    def _write(self, update: WeightUpdate, named: Iterable[Named], began: float, terms: Terms) -> Steps[None]:
         iterator, stopped = iter(named), False
         item: Named | None = None
         try:
-            while (item := self._next(iterator)) is not None:
-                if timeout is not None and time.monotonic() - began > timeout:
-                    raise EngineTimeoutError(f"the weight update was not done after {timeout} s")
+            while (item := self._next(iterator, terms)) is not None:
+                self._loop.check_alive()
+                stoppable = not (terms.whole and stopped)
+                late = terms.timeout is not None and time.monotonic() - began > terms.timeout
+                if late and stoppable:
+                    raise EngineTimeoutError(f"the weight update was not done after {terms.timeout} s")
                 target = update.claim(*item)
                 if target is not None:
                     if not stopped:
@@ -216,21 +226,24 @@ class WeightSync:
                         self._loop.check_alive()
                         update.write(target, item[1])
                 item = None
-                yield None
+                if stoppable:
+                    yield None
         finally:
             item = None  # an error's traceback holds this frame, which is to hold no tensor
             del named, iterator
 
-    def _next(self, iterator: Iterator[Named]) -> Named | None:
+    def _next(self, iterator: Iterator[Named], terms: Terms) -> Named | None:
+        if terms.whole or terms.kind != "tensor":  # the engine's own iterators say what is wrong themselves
+            return next(iterator, None)
         try:
-            with self._life.slot.reading():
+            with self._life.slot.iterating():
                 return next(iterator, None)
-        except (WeightUpdateError, EngineTimeoutError, EngineShutdownError, EngineDeadError):
-            raise
+        except WeightUpdateError as error:
+            if error.__cause__ is None and error.__context__ is None:
+                raise  # what it gave is no pair
+            raise _chained(error) from error
         except (Exception, GeneratorExit) as error:  # the latter is how an abandoned update ends, not this
-            raise WeightUpdateError(
-                f"the source of the named tensors raised {type(error).__name__}: {error}"
-            ) from error
+            raise _chained(error) from error
 
     def _check_architecture(self, directory: Path) -> None:
         """The numbers that names and shapes don't show, such as the rotary base, must be this model's too."""
@@ -270,7 +283,8 @@ class WeightSync:
             self._life.weights_committed(flush=flush)
         self._life.slot.end(owner)
         self._log.info("weights are version %r: %d bytes copied", receipt.version, receipt.bytes)
-        return Updated(receipt, running if changed and not self._life.admission.frozen else 0)
+        retracted = running if changed and not self._life.admission.frozen else 0
+        return Updated(receipt, retracted, self._store.version.valid)
 
     def _give_up(self, update: WeightUpdate | None, owner: object, error: BaseException) -> str:
         """Undo or invalidate; what holds now, in words. Nothing if it never began, or is committed."""
@@ -280,15 +294,26 @@ class WeightSync:
         update.fail(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         if not wrote:
             return "nothing was written"
-        return (
-            "what it had overwritten was put back"
-            if update.atomic
-            else "the weights are invalid until a complete update"
-        )
+        if not update.atomic:
+            return "the weights are invalid until a complete update"
+        still = "" if self._store.version.valid else ", and the weights are as invalid as before"
+        return f"what it had overwritten was put back{still}"
+
+
+def _look_at(answer: asyncio.Future[Any]) -> None:
+    """Whoever waited for it may be gone; nobody is to be warned of that."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+def _chained(error: BaseException) -> WeightUpdateError:
+    text = f"{type(error).__name__}: {error}".rstrip(".")
+    return WeightUpdateError(f"the source of the named tensors raised {text}")
 
 
 def drive(steps: Steps[R], interrupted: Callable[[], None] = _go_on) -> R:
-    """Run `steps` to their end on this thread; what `interrupted` raises interrupts them, once."""
+    """Run `steps` to their end on this thread; what `interrupted` raises, where nothing is half done, ends
+    them."""
     proceed: Callable[[Any], Future[Any] | None] = steps.send
     value: Any = None
     with closing(steps):
@@ -301,7 +326,8 @@ def drive(steps: Steps[R], interrupted: Callable[[], None] = _go_on) -> R:
             finally:
                 value = None  # an error that is raised here must not find itself in this frame, for ever
             try:
-                interrupted()
+                if waited is None:
+                    interrupted()
                 proceed, value = steps.send, None if waited is None else waited.result()
             except BaseException as error:
                 interrupted = _go_on
@@ -330,7 +356,9 @@ async def drive_async(steps: Steps[R]) -> R:
                 if waited is None:
                     await asyncio.sleep(0)
                 else:
-                    value = await asyncio.shield(asyncio.wrap_future(waited))
+                    answer = asyncio.wrap_future(waited)
+                    answer.add_done_callback(_look_at)
+                    value = await asyncio.shield(answer)
                 proceed = steps.send
             except BaseException as error:
                 proceed, value = steps.throw, error

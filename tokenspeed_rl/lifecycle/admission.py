@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tokenspeed_rl.errors import EngineStateError, RequestError
+from tokenspeed_rl.lifecycle.reply import answer
 
 MODES = ("abort", "wait", "keep", "retract")
-Request = TypeVar("Request")
+Held = TypeVar("Held")
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class Drain:
     """The answer when a resume comes first."""
 
 
-class Admission(Generic[Request]):
+class Admission(Generic[Held]):
     """Running, or paused with a mode; perhaps draining. The loop's thread owns it; any may read properties.
 
     While a drain is going on new requests are held outside the queue, so that those already there can run
@@ -39,19 +40,21 @@ class Admission(Generic[Request]):
         *,
         end_all: Callable[[], None],
         retract_all: Callable[[], None],
-        enqueue: Callable[[Iterable[Request]], None],
+        enqueue: Callable[[Iterable[Held]], None],
+        come_to_rest: Callable[[], None],
     ) -> None:
         """What it acts upon: end every unfinished request; return the running ones to the queue without
-        their KV; queue requests that were held."""
+        their KV; queue requests that were held; wait until the device has done what was begun."""
         self._mode: str | None = None
         self._before: str | None = None  # the mode that the last pause replaced
         self._reply: Future[bool] | None = None  # of the last pause
         self._unheard: Future[bool] | None = None  # of a pause whose caller left as it was answered
         self._drain: Drain | None = None
-        self._held: list[Request] = []
+        self._held: list[Held] = []
         self._end_all = end_all
         self._retract_all = retract_all
         self._enqueue = enqueue
+        self._come_to_rest = come_to_rest
 
     @property
     def mode(self) -> str | None:
@@ -74,7 +77,7 @@ class Admission(Generic[Request]):
         """Whether requests in flight keep their KV whatever happens to the weights."""
         return self._mode == "keep"
 
-    def hold(self, requests: Iterable[Request]) -> bool:
+    def hold(self, requests: Iterable[Held]) -> bool:
         """Keep new requests out of the queue until the drain has ended; False without a drain."""
         if self._drain is None:
             return False
@@ -88,8 +91,8 @@ class Admission(Generic[Request]):
         Raises:
             RequestError: unknown mode. EngineStateError: a drain is going on. Nothing changed.
         """
-        if mode not in MODES:
-            raise RequestError(f"mode must be of {', '.join(MODES)}", got=mode, fix="Choose one of them.")
+        if not (isinstance(mode, str) and mode in MODES):
+            raise RequestError(f"mode must be one of {', '.join(MODES)}", got=mode, fix="Choose one of them.")
         self.refuse_while_draining("pause")
         self.settle()  # a pause or drain whose caller has gone
         self._reply, self._before, self._mode = reply, self._mode, mode
@@ -98,9 +101,9 @@ class Admission(Generic[Request]):
         elif mode == "retract":
             self._retract_all()
         if mode == "wait":
-            self._drain = Drain("a pause that waits", reply, busy, lambda: True, lambda: False)
+            self._drain = Drain("a pause that waits", reply, busy, self._at_rest, lambda: False)
         else:
-            answer(reply, lambda: True)
+            answer(reply, self._at_rest)
 
     def drain(
         self, what: str, then: Callable[[], Any], reply: Future[Any], *, busy: Callable[[], bool]
@@ -145,6 +148,10 @@ class Admission(Generic[Request]):
         if self._gone:
             self._mode, self._reply = self._before, None
 
+    def _at_rest(self) -> bool:
+        self._come_to_rest()
+        return True
+
     @property
     def _gone(self) -> bool:
         """Whether the caller of the last pause gave up before it had the answer."""
@@ -154,17 +161,3 @@ class Admission(Generic[Request]):
     def _let_in(self) -> None:
         held, self._held = self._held, []
         self._enqueue(held)
-
-
-def answer(reply: Future[Any], command: Callable[[], Any]) -> bool:
-    """Run `command` into its reply; its exception is the caller's. False: that has gone, and nothing ran."""
-    if reply.done() or not reply.set_running_or_notify_cancel():
-        return False
-    try:
-        result = command()
-    except BaseException as error:
-        reply.set_exception(error)
-        del reply  # which the error would find in this frame, for ever
-    else:
-        reply.set_result(result)
-    return True

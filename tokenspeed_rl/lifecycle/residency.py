@@ -21,7 +21,7 @@ class Part(Protocol):
         """Give back what `map` just took: a later part of the same wake had no room."""
 
     def restore(self) -> None:
-        """Every part is mapped: bring back what a release saved. Never fails."""
+        """Every part is mapped: bring back what a release saved, and keep it until that has succeeded."""
 
 
 class Residency:
@@ -66,12 +66,12 @@ class Residency:
             for tag in tags:
                 self._parts[tag].map()
                 mapped.append(self._parts[tag])
+            for part in mapped:
+                part.restore()
         except BaseException:
             for part in reversed(mapped):
                 part.undo_map()
             raise
-        for part in mapped:
-            part.restore()
         self.released -= set(tags)
 
     def require(self, *tags: str) -> None:
@@ -79,7 +79,7 @@ class Residency:
         if missing := self._ordered(self.released & set(tags or self._parts)):
             raise EngineStateError(
                 f"the engine sleeps: {', '.join(missing)} released",
-                fix="Call resume_memory_occupation() first.",
+                fix="Call resume_memory_occupation(), or use `with engine.resident():`.",
             )
 
     def _named(
@@ -99,7 +99,9 @@ class Residency:
     def _known(self, tags: Any) -> Sequence[str]:
         named = isinstance(tags, Sequence) and len(tags) > 0
         if not (named and all(isinstance(tag, str) and tag in self._parts for tag in tags)):
-            raise RequestError(f"tags must be of {', '.join(self._parts)}", got=tags, fix="None means all.")
+            raise RequestError(
+                f"each tag must be one of {', '.join(self._parts)}", got=tags, fix="None means all."
+            )
         found: Sequence[str] = tags
         return found
 

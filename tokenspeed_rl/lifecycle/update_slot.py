@@ -8,13 +8,13 @@ from contextvars import ContextVar
 
 from tokenspeed_rl.errors import EngineStateError
 
-_reading: ContextVar[tuple[UpdateSlot, ...]] = ContextVar("tokenspeed_rl_reading", default=())
+_iterating: ContextVar[tuple[UpdateSlot, ...]] = ContextVar("tokenspeed_rl_iterating", default=())
 
 
 class UpdateSlot:
     """Free, claimed by an update that has written nothing yet, or writing: then the loop takes no step.
 
-    Owned by the loop's thread, but for `reading`, which the updating thread enters; any may read.
+    Owned by the loop's thread, but for `iterating`, which the updating thread enters; any may read.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class UpdateSlot:
 
     def claim(self, owner: object) -> None:
         """The update `owner` begins. Raises EngineStateError while another is going on."""
-        self.refuse("a weight update")
+        self.refuse("another weight update")
         self._owner = owner
 
     def end(self, owner: object) -> bool:
@@ -54,19 +54,19 @@ class UpdateSlot:
         return True
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def iterating(self) -> Iterator[None]:
         """Within, code of the caller's runs: what it calls of this engine would wait for the update's end."""
-        token = _reading.set((*_reading.get(), self))
+        token = _iterating.set((*_iterating.get(), self))
         self._in_iterator = True
         try:
             yield
         finally:
             self._in_iterator = False
-            _reading.reset(token)
+            _iterating.reset(token)
 
     def check_outside(self, call: str) -> None:
         """Raises EngineStateError inside the iterator of an update, on whichever thread it works."""
-        if self._in_iterator and self in _reading.get():
+        if self._in_iterator and self in _iterating.get():
             raise EngineStateError(
                 f"{call} was called from inside the iterator of a weight update, which it would wait for",
                 fix="Call it before or after the update.",

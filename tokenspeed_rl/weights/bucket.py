@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tokenspeed_rl.errors import RequestError, WeightUpdateError
 from tokenspeed_rl.sampling_params import check_integer
-from tokenspeed_rl.weights.plain import FLOATS, check_pair, fault_of
+from tokenspeed_rl.weights.plain import FLOATS, check_pair, fault_of, lacks_memory
 
 ALIGNMENT = 16
 """Bytes: every tensor of a bucket starts at a multiple, so that a view of any dtype is legal and fast."""
@@ -58,13 +58,21 @@ class FlattenedBucket:
         if not isinstance(data, Tensor) or data.dtype is not torch.uint8 or data.dim() != 1:
             got = f"{data.dtype} {list(data.shape)}" if isinstance(data, Tensor) else type(data).__name__
             raise WeightUpdateError(f"a bucket's data must be a uint8 tensor [nbytes], not {got}")
-        if not data.is_contiguous() or data.device.type == "meta":
+        if not data.is_contiguous() or data.device.type == "meta" or lacks_memory(data):
             raise WeightUpdateError("a bucket's data must be contiguous, and have values")
         object.__setattr__(self, "data", data)
         object.__setattr__(self, "layout", _checked(layout, data.numel(), int(data.storage_offset())))
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """(name, view into `data`) of every tensor, in the layout's order."""
+        """(name, view into `data`) of every tensor, in the layout's order.
+
+        Raises:
+            WeightUpdateError: the memory of `data` was freed meanwhile.
+        """
+        if lacks_memory(self.data):
+            raise WeightUpdateError(
+                "the memory of a bucket's data was freed", fix="Keep it until it is read."
+            )
         return [(place.name, _view(self.data, place)) for place in self.layout]
 
 
@@ -137,8 +145,9 @@ def _buckets(
 
 
 class _Packer:
-    """A bucket being filled."""
+    """A bucket being filled, of ordinary tensors also where the caller infers."""
 
+    @torch.inference_mode(False)
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._data = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._layout: list[Placement] = []
@@ -147,6 +156,7 @@ class _Packer:
     def fits(self, tensor: Tensor) -> bool:
         return _rounded(self._end) + tensor.nbytes <= self._data.numel()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def add(self, name: str, tensor: Tensor) -> None:
         place = Placement(name, tensor.dtype, tuple(tensor.shape), _rounded(self._end))
@@ -245,6 +255,7 @@ def _placement(name: Any, dtype: Any, shape: Any, offset: Any) -> Placement:
     return Placement(name, dtype, tuple(shape), offset)
 
 
+@torch.inference_mode(False)
 def _view(data: Tensor, place: Placement) -> Tensor:
     return data[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
 

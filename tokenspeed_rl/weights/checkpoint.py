@@ -1,4 +1,4 @@
-"""Filling the slots for the first time: from a checkpoint's files, or with seeded random values."""
+"""What fills the slots: a checkpoint's files, at the start and for updates, or seeded random values."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _read(found: Sequence[Entry]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read_tensor(file: BufferedReader, entry: Entry) -> Tensor:
-    tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+    tensor = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype], device="cpu")
     raw = tensor.view(-1).view(torch.uint8).numpy()
     file.seek(entry.start)
     if file.readinto(raw.data) < raw.nbytes:

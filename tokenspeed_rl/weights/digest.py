@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from tokenspeed_rl.errors import RequestError
 from tokenspeed_rl.weights.mapping import canonical, is_embedding, is_head
+from tokenspeed_rl.weights.plain import lacks_memory
 
 
 def checksum(
@@ -27,6 +29,9 @@ def checksum(
 
     Returns:
         32 hexadecimal digits.
+
+    Raises:
+        RequestError: the memory of a tensor was freed.
     """
     pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
     entries = {(canonical(name), _digest(tensor, dtype)) for name, tensor in pairs}
@@ -40,6 +45,12 @@ def checksum(
 
 def _digest(tensor: Tensor, dtype: torch.dtype | None) -> str:
     held = tensor.detach()
+    if type(held) is Tensor and held.layout is torch.strided and lacks_memory(held):
+        raise RequestError(
+            "the memory of a tensor was freed or cut short",
+            got=f"{held.dtype} {list(held.shape)}",
+            fix="Gather it first.",
+        )
     if dtype is not None and held.is_floating_point():
         held = held.to(dtype)
     header = f"{held.dtype} {list(held.shape)}"

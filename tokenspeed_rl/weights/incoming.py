@@ -66,11 +66,18 @@ def read_tensors(obj: UpdateWeightsFromTensorReqInput, *, rank: int = 0, ranks: 
             got=type(source),
             fix="Pass model.named_parameters(), for example.",
         )
-    if isinstance(source, Mapping):
-        return Incoming(whole=list(map(check_pair, source.items(), count())))
-    if isinstance(source, Sequence):
-        return Incoming(whole=list(map(check_pair, source, count())))
+    if isinstance(source, Mapping | Sequence):
+        return Incoming(whole=_listed(source))
     return Incoming(stream=map(check_pair, source, count()))  # unlike a generator, holds no item
+
+
+def _listed(source: Mapping[str, Tensor] | Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    try:
+        items = list(source.items() if isinstance(source, Mapping) else source)
+    except Exception as error:  # a mapping or sequence of the caller's own making
+        text = f"{type(error).__name__}: {error}"
+        raise WeightUpdateError(f"the source of the named tensors raised {text}") from error
+    return list(map(check_pair, items, count()))
 
 
 def check_update(

@@ -30,7 +30,18 @@ def fault_of(tensor: Tensor) -> str | None:
         return f"{tensor.layout}, not strided: pass its to_dense()"
     if tensor.device.type == "meta":
         return "on the meta device, without values"
+    if lacks_memory(tensor):
+        return "without its memory, which was freed (as FSDP does) or cut short: gather it first"
     return None
+
+
+def lacks_memory(tensor: Tensor) -> bool:
+    """Whether a strided tensor reaches past the end of its storage: torch would read there, and crash."""
+    if tensor.numel() == 0:
+        return False
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    last = tensor.storage_offset() + sum(stride * (size - 1) for stride, size in pairs)
+    return (last + 1) * tensor.itemsize > tensor.untyped_storage().nbytes()
 
 
 def _fix(tensor: Tensor) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from tokenspeed_rl.errors import EngineStateError
 
@@ -30,6 +33,16 @@ class Receipt:
     _checksum: str | None = field(default=None, repr=False)
 
     @property
+    def report(self) -> Receipt:
+        """Itself, so that every update's answer has a `.report`."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy knows the checksum if it was asked for before; it can't compute it."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return partial(Receipt, **{**fields, "compute_checksum": _gone}), ()
+
+    @property
     def checksum(self) -> str:
         """`tokenspeed_rl.weights.checksum` of the engine's weights, computed on first access and kept.
 
@@ -46,3 +59,7 @@ class Receipt:
                 fix="Read receipt.checksum of a complete update, before the next change of the weights.",
             )
         return self._checksum
+
+
+def _gone() -> None:
+    """The checksum of a receipt's copy."""

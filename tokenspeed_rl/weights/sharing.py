@@ -104,6 +104,9 @@ class _Place:
     attribute: str
     hf_name: str
     address: int
+    storage: torch.UntypedStorage
+    nbytes: int
+    """Of the storage."""
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -136,8 +139,8 @@ class SharedWeights:
         Cheap enough for each admission: a few hundred parameters take well under a millisecond.
 
         Raises:
-            WeightsInvalidError: a parameter was re-allocated, cast, moved or replaced, or a module was. The
-                store is invalid from then on, until the module is shared again.
+            WeightsInvalidError: a parameter was re-allocated, freed, cast, moved or replaced, or a module
+                was. The store is invalid from then on, until the module is shared again.
         """
         for name, parent, key, child in self._links:
             if parent._modules.get(key) is not child:
@@ -148,6 +151,7 @@ class SharedWeights:
                 raise self._broken(f"{place.hf_name} is no plain parameter any more", param)
             if (
                 param.data_ptr() != place.address
+                or place.storage.nbytes() != place.nbytes
                 or param.shape != place.shape
                 or param.dtype is not place.dtype
                 or param.device != place.device
@@ -184,6 +188,7 @@ class SharedWeights:
             self.check_storage()
             self.check_structure()
             self._seen = ModuleSnapshot(self.module)
+        self._store.settle()  # an optimizer may write on a stream of its own
         self._store.version.commit(version)
         self.receipt = self._receipt(time.perf_counter() - began)
         return self.receipt
@@ -208,6 +213,8 @@ def _places(root: nn.Module) -> Iterable[_Place]:
                     attribute,
                     canonical(f"{prefix}.{attribute}"),
                     param.data_ptr(),
+                    param.untyped_storage(),
+                    param.untyped_storage().nbytes(),
                     param.shape,
                     param.stride(),
                     param.dtype,

@@ -9,8 +9,8 @@ class ModuleSnapshot:
     """Everything by which a module could come to compute something else, or from other memory.
 
     Per module: its class, a `forward` of its own, hooks, children and parameters; per class: its `forward`;
-    per parameter: address, shape, strides, dtype and device. Values don't count. It keeps what it has seen
-    alive, so that no identity is used twice.
+    per parameter: address, size of the storage, shape, strides, dtype and device. Values don't count. It
+    keeps what it has seen alive, so that no identity is used twice.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -31,6 +31,7 @@ class ModuleSnapshot:
         ]
         params = [param for module in modules for param in module._parameters.values() if param is not None]
         self._params = list({id(param): param for param in params}.values())
+        self._storages = [param.untyped_storage() for param in self._params]
         self._places = self._look_at_places()
         kinds = {type(module) for module in modules}
         self._forwards = {kind: kind.forward for kind in kinds}
@@ -56,8 +57,8 @@ class ModuleSnapshot:
 
     def _look_at_places(self) -> list[tuple[object, ...]]:
         return [
-            (param.data_ptr(), param.dtype, param.device, param.shape, param.stride())
-            for param in self._params
+            (param.data_ptr(), storage.nbytes(), param.dtype, param.device, param.shape, param.stride())
+            for param, storage in zip(self._params, self._storages, strict=True)
         ]
 
     def _look_at_activation(self) -> object:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from tokenspeed_rl.errors import WeightsInvalidError
 from tokenspeed_rl.region import Region
 from tokenspeed_rl.weights.digest import checksum
 from tokenspeed_rl.weights.mapping import NameMap, Slot, Target
+from tokenspeed_rl.weights.plain import lacks_memory
 from tokenspeed_rl.weights.receipt import Receipt
 from tokenspeed_rl.weights.version import WeightVersion
 
@@ -23,7 +25,8 @@ class WeightStore:
 
     `weights` is what the decoder reads: slot name -> ``(fused,)``, or the parts in order where they don't lie
     side by side. The dict is one object for life. Owned tensors keep their addresses for life; sharing
-    replaces values. Not thread-safe: the loop's owner thread calls.
+    replaces values. Not thread-safe: the loop's thread calls, but for an update's writes, which come on its
+    caller's while the loop takes no steps. Owned tensors are ordinary ones also where the caller infers.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class WeightStore:
         """Bytes of all weights in the store's dtype, gaps not counted."""
         return sum(part.numel for slot in self.slots for part in slot.parts) * self.dtype.itemsize
 
+    @torch.inference_mode(False)
     def allocate(self) -> None:
         """Map one region of the engine's own for all slots, fused and aligned; values are undefined."""
         if self.owned:
@@ -86,8 +90,17 @@ class WeightStore:
         self._let_go()
 
     def parts(self, target: Target) -> list[Tensor]:
-        """Views of the target's parts, in order, each with its own shape."""
+        """Views of the target's parts, in order, each with its own shape.
+
+        Raises:
+            WeightsInvalidError: they are a trainer's, who has freed their memory.
+        """
         tensors = self.weights[target.slot.name]
+        if not self.owned and any(map(lacks_memory, tensors)):
+            raise WeightsInvalidError(
+                f"the memory of {target.slot.name} was freed by its trainer",
+                fix="Call share_weights(module) again.",
+            )
         if len(tensors) == len(target.slot.parts):
             return list(tensors[target.start : target.stop])
         sizes = [part.shape[0] for part in target.slot.parts]
@@ -125,6 +138,17 @@ class WeightStore:
             for other, piece in zip(others, _split(tensor, others), strict=True)
         )
 
+    def is_elsewhere_in_it(self, name: str, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in the engine's own memory, but not where the weight `name` is kept."""
+        target = self.names.resolve(name)
+        if self.region is None or target is None:
+            return False
+        start, at = self.region.bytes.data_ptr(), tensor.data_ptr()
+        if tensor.device != self.region.bytes.device or not start <= at < start + self.region_bytes:
+            return False
+        place = self.places(target)[0]
+        return not (at == place.data_ptr() and tensor.shape == place.shape and tensor.is_contiguous())
+
     def settle(self) -> None:
         """Wait for everything that reads or writes the weights on the device, on whatever stream."""
         if self.device.type == "cuda":
@@ -137,12 +161,9 @@ class WeightStore:
         self._changes += 1
 
     def end_writing(self) -> None:
-        """The update's bytes are all there, or its old ones are back."""
+        """The update's bytes are all there and settled, or its old ones are back. Can't fail."""
         assert self._changes % 2 == 1
-        try:
-            self.settle()
-        finally:
-            self._changes += 1
+        self._changes += 1
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, live view) of every weight, ties once, in slot order."""

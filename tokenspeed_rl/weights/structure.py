@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 
 from tokenspeed_rl.errors import ConfigError
 from tokenspeed_rl.weights.mapping import Slot, canonical
+from tokenspeed_rl.weights.plain import lacks_memory
 from tokenspeed_rl.weights.store import WeightStore
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
@@ -30,7 +31,7 @@ def check_module(root: nn.Module, classes: Collection[str], store: WeightStore) 
 
     Refused: classes other than the family's, forward hooks and pre-hooks, a `forward` of an instance's own,
     parametrised or replaced projections, adapters and any other parameter that is no weight of the model,
-    missing or mis-shaped weights, quantised, sharded or meta tensors, another dtype or device than the
+    missing or mis-shaped weights, quantised, sharded, meta or freed tensors, another dtype or device than the
     store's. Accepted, as they leave forward values alone: backward hooks, train mode, gradient checkpointing,
     frozen parameters, the hooks by which transformers records hidden states.
 
@@ -142,6 +143,8 @@ def _kind(param: Tensor, store: WeightStore) -> str | None:
         return f"{param.dtype}, but the engine's dtype is {store.dtype}"
     if not same_device(param.device, store.device):
         return f"on {param.device}, but the engine's device is {store.device}"
+    if lacks_memory(param):
+        return "without its memory, which was freed or cut short"
     return None
 
 

@@ -63,31 +63,27 @@ class WeightUpdate:
                 mis-shaped, unfit (no plain float tensors) or given twice; or two names of a tied weight that
                 differ.
         """
-        error = self._judge(named, complete=not self.partial)
+        faults = self._judge(named, complete=not self.partial)
         del named
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # else it would hold itself, by this frame, and its callers' frames with their tensors
-        self._ties_agree = True
+        self._accept(faults)
 
     def check_tied(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Judge the two names of a tied weight out of a promised set: `WeightUpdateError` if they differ."""
-        error = self._judge(named, complete=False)
+        faults = self._judge(named, complete=False)
         del named
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # else it would hold itself, by this frame, and its callers' frames with their tensors
+        self._accept(faults)
+
+    def _accept(self, faults: list[WeightUpdateError]) -> None:
+        """Raise the fault, popped: no frame of its traceback may hold it, and by it the callers' tensors."""
+        if faults:
+            raise faults.pop()
         self._ties_agree = True
 
-    def _judge(self, named: Sequence[tuple[str, Tensor]], *, complete: bool) -> WeightUpdateError | None:
-        """What is wrong with the set, as an error whose traceback holds none of its tensors."""
+    def _judge(self, named: Sequence[tuple[str, Tensor]], *, complete: bool) -> list[WeightUpdateError]:
+        """What is wrong with the set, if anything: one error, whose traceback holds none of its tensors."""
         coverage, given, tied = self._new_coverage(), None, []
         for name, tensor in named:
-            target = coverage.claim(name, tensor.shape, fault_of(tensor))
+            target = coverage.claim(name, tensor.shape, self._fault(name, tensor))
             if target is not None and target.again:
                 tied.append((target, tensor))
             elif target is not None and target.parts[0].hf_name == self._store.names.embedding:
@@ -95,9 +91,9 @@ class WeightUpdate:
         try:
             coverage.check(complete=complete)
         except WeightUpdateError as error:
-            return error.with_traceback(None)
+            return [error.with_traceback(None)]
         agree = all(self._store.agrees(target, tensor, given) for target, tensor in tied)
-        return None if agree else _untied()
+        return [] if agree else [_untied()]
 
     def check_promised(self, promised: Sequence[tuple[str, Sequence[int]]]) -> list[Target | None]:
         """Judge names and shapes of tensors that are still to come, as `check_whole` does.
@@ -116,13 +112,21 @@ class WeightUpdate:
         Raises:
             WeightUpdateError: unknown, mis-shaped, unfit, or given twice.
         """
-        shape, fault = tensor.shape, fault_of(tensor)
+        shape, fault = tensor.shape, self._fault(name, tensor)
         del tensor
         target = self._coverage.claim(name, shape, fault)
         if target is None:
             self._coverage.check(complete=False)
         return target
 
+    def _fault(self, name: str, tensor: Tensor) -> str | None:
+        """What makes a tensor unfit to be this weight, whatever its shape."""
+        fault = fault_of(tensor)
+        if fault is None and self._store.is_elsewhere_in_it(name, tensor):
+            return "a view of another of the engine's own weights, which is written too: pass its clone()"
+        return fault
+
+    @torch.inference_mode(False)
     def write(self, target: Target, tensor: Tensor) -> None:
         """Copy a claimed tensor into its place, cast once to the store's dtype.
 
@@ -139,9 +143,19 @@ class WeightUpdate:
             self._store.begin_writing()
             self.wrote = True
         if self._journal is not None:
-            places = self._store.places(target)
-            self._journal += [(place, place.to("cpu", copy=True)) for place in places]
+            self._journal += self._saved(target)
         self._nbytes += self._store.write(target, tensor)
+
+    def _saved(self, target: Target) -> list[tuple[Tensor, Tensor]]:
+        places = self._store.places(target)
+        try:
+            return [(place, place.to("cpu", copy=True)) for place in places]
+        except RuntimeError as error:  # what torch's allocators raise
+            wanted = sum(place.nbytes for place in places)
+            raise WeightUpdateError(
+                f"host memory to put {wanted:,} bytes back from is not to be had",
+                fix="Free some, or pass atomic=False.",
+            ) from error
 
     def run(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """`claim` and `write` every tensor, one at a time."""
@@ -155,10 +169,11 @@ class WeightUpdate:
         """What was written is in force from now on, as far as the set goes.
 
         Raises:
-            WeightUpdateError: weights are missing, or a claim failed. `fail` is still to end the update.
+            WeightUpdateError: weights are missing, or a claim failed. `fail` is still to end the update, as
+                after an error of the device; the version is what it was.
         """
         self._coverage.check(complete=not self.partial)
-        self._store.settle()
+        self._store.settle()  # the last thing that can fail
         missing = self._advance()
         self._ended, self._journal = True, None
         if self.wrote:
@@ -174,7 +189,7 @@ class WeightUpdate:
     def _advance(self) -> list[str]:
         """Move the version on; returns the names that this update, or its version, has not written."""
         version, every, written = self._store.version, self._store.names.hf_names, self._coverage.claimed
-        if not self.partial:
+        if not self.partial or (self._label is None and len(written) == len(every)):
             if version.epoch == 0 and self._label is None:
                 version.start()
             else:
@@ -203,6 +218,8 @@ class WeightUpdate:
                 why = f"a failed weight update could not be taken back: {reason}"
                 self._restore(self._journal)
                 why = ""
+            else:
+                self._store.settle()
         finally:
             self._journal = None
             if why:

@@ -81,10 +81,6 @@ class WeightVersion:
     def _settle(self, reason: str | None) -> None:
         self.reason, self._arriving, self._arrived = reason, None, {}
 
-    def relabel(self, label: str) -> None:
-        """Change the label alone: same weights, same epoch."""
-        self.label = label
-
     def require_valid(self) -> None:
         """Raise `WeightsInvalidError` with the reason unless the weights are a complete set."""
         if self.reason is not None:

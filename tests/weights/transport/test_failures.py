@@ -261,51 +261,6 @@ def test_cancelled_while_receiving(ends: Any, moment: str, flattened: bool) -> N
     assert ends.works(sender, group)
 
 
-def test_closing(ends: Any) -> None:
-    """Either end may close at any moment, and again: whoever waits fails soon, later calls say why."""
-    sender, group = ends.pair()
-    stop = ends.stop()
-    taking = ends.start(ends.take, group, ends.expected(NAMED), True, 60.0, stop)
-    assert stop.polled.wait(20)
-    group.close()
-    with pytest.raises(EngineStateError, match=r"closed.*init_weights_update_group"):
-        taking.result(SLACK)
-    with pytest.raises(EngineStateError, match="closed"):
-        ends.take(group, ends.expected(NAMED))
-    group.close()
-
-    other, stop = ends.receiver(sender), ends.stop()
-    taking = ends.start(ends.take, other, ends.expected(NAMED), True, 60.0, stop)
-    assert stop.polled.wait(20)
-    with sender:
-        pass
-    sender.close()
-    with pytest.raises(
-        WeightUpdateError, match=r"the sender at 127.0.0.1:\d+ is gone.*init_weights_update_group"
-    ):
-        taking.result(SLACK)
-    assert other.broken is not None and not other.alive()
-    with pytest.raises(EngineStateError, match="closed"):
-        sender.send(NAMED)
-
-
-def test_closing_a_sender_ends_its_send(ends: Any) -> None:
-    """A trainer's other thread can end a send that waits for receivers."""
-    sender, began = ends.sender(timeout=60), threading.Event()
-
-    def source() -> Iterator[tuple[str, Tensor]]:
-        began.set()
-        yield from NAMED.items()
-
-    group = ends.receiver(sender)
-    sending = ends.start(sender.send, source(), 1)
-    next(group.receive(ends.expected(NAMED), flattened=False, timeout=20))
-    assert began.wait(20)
-    sender.close()
-    with pytest.raises(EngineStateError, match="closed"):
-        sending.result(SLACK)
-
-
 @pytest.mark.parametrize("forge", ["length", "text", "stranger", "dtype", "size"])
 def test_damaged_framing(ends: Any, monkeypatch: pytest.MonkeyPatch, forge: str) -> None:
     """A sender is believed in nothing: wrong lengths, layouts and names end the transfer, not the process."""

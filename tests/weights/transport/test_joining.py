@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +33,17 @@ def silent_port() -> Iterator[int]:
 
 def join(port: int, **fields: Any) -> WeightsGroup:
     return WeightsGroup("127.0.0.1", port, 1, 2, backend="gloo", **({"timeout": SHORT} | fields))
+
+
+def fields(port: int, timeout: float = 20.0) -> InitWeightsUpdateGroupReqInput:
+    return InitWeightsUpdateGroupReqInput(
+        master_address="127.0.0.1",
+        master_port=port,
+        rank_offset=1,
+        world_size=2,
+        backend="gloo",
+        timeout=timeout,
+    )
 
 
 def test_absent_sender(ends: Any) -> None:
@@ -91,15 +103,7 @@ def test_groups_replace_what_is_broken(ends: Any) -> None:
     ends.made.append(type("All", (), {"close": staticmethod(groups.close_all)}))
 
     def init(port: int, timeout: float = 20.0) -> None:
-        obj = InitWeightsUpdateGroupReqInput(
-            master_address="127.0.0.1",
-            master_port=port,
-            rank_offset=1,
-            world_size=2,
-            backend="gloo",
-            timeout=timeout,
-        )
-        groups.init(obj, device="cpu")
+        groups.init(fields(port, timeout), device="cpu")
 
     first = ends.sender()
     init(first.master_port)
@@ -111,6 +115,58 @@ def test_groups_replace_what_is_broken(ends: Any) -> None:
     sending = ends.start(second.send, NAMED)
     assert set(ends.take(groups.get("weight_update_group"), expected)) == set(NAMED)
     sending.result(30)
+
+
+@pytest.mark.parametrize("answer", [True, False], ids=["it answers", "it is gone"])
+@pytest.mark.parametrize("meanwhile", ["get", "destroy", "init"])
+def test_a_group_stays_while_its_sender_is_asked(
+    ends: Any, monkeypatch: pytest.MonkeyPatch, meanwhile: str, answer: bool
+) -> None:
+    """E8: joining under a taken name asks whether that group still works; until then it is there to all."""
+    groups, name = Groups(), "weight_update_group"
+    ends.made.append(type("All", (), {"close": staticmethod(groups.close_all)}))
+    port = ends.sender().master_port
+    held = groups.init(fields(port), device="cpu")
+    asked, answered = threading.Event(), threading.Event()
+
+    def alive(group: WeightsGroup) -> bool:
+        asked.set()
+        assert answered.wait(20)
+        return answer
+
+    monkeypatch.setattr(WeightsGroup, "alive", alive)
+    again = ends.start(groups.init, fields(port), device="cpu")
+    assert asked.wait(20)
+    assert groups.get(name) is held and groups.names() == [name]
+    if meanwhile == "destroy":
+        groups.destroy(name)
+    other = ends.start(groups.init, fields(port), device="cpu") if meanwhile == "init" else None
+    answered.set()
+    tries = [job.exception(20) for job in (again, other) if job is not None]
+    if answer and meanwhile != "destroy":
+        assert all(isinstance(error, RequestError) and "there already" in str(error) for error in tries)
+        assert groups.get(name) is held and held.broken is None
+    else:
+        assert tries.count(None) == 1
+        assert groups.get(name) is not held and held.broken is not None
+
+
+def test_joining_while_the_engine_is_shut_down(ends: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """E8: a group that is joined at last when all have been closed is closed too, and none is ever again."""
+    groups, made = Groups(), list[WeightsGroup]()
+    port = ends.sender().master_port
+
+    def slow(*args: Any) -> WeightsGroup:
+        made.append(WeightsGroup(*args))
+        groups.close_all()
+        return made[0]
+
+    monkeypatch.setattr("tokenspeed_rl.weights.transport.groups.WeightsGroup", slow)
+    for _ in range(2):
+        with pytest.raises(EngineShutdownError, match="shut down"):
+            groups.init(fields(port), device="cpu")
+    assert [group.broken for group in made] == ["it was closed"]
+    assert groups.names() == []
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,6 +30,10 @@ def store() -> dist.TCPStore:
 
 def make(store: dist.Store, prefix: str) -> Any:
     return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), 0, 2, timedelta(seconds=20))
+
+
+LARGE = torch.zeros(1 << 24)
+"""More than fits into what the system buffers on a connection."""
 
 
 def broadcast(group: Any, tensor: Tensor) -> None:
@@ -88,3 +93,55 @@ def test_raw_sender_that_fails_half_way(ends: Any, store: dist.TCPStore, ending:
     ):
         ends.take(receiver, ends.expected(NAMED), False)
     assert not receiver.alive()
+
+
+def test_closing_under_a_running_broadcast(ends: Any, store: dist.TCPStore) -> None:
+    """E8: `close` returns at once while a tensor is under way, and the transfer says that it was closed."""
+    forming = ends.start(make, store, "weight_update_group")
+    receiver, calls, running = ends.receiver(store.port), itertools.count(), threading.Event()
+    forming.result(20)
+
+    def check() -> None:
+        if next(calls) > 2:  # the first is before the operation begins
+            running.set()
+
+    taking = ends.start(ends.take, receiver, ends.expected(NAMED), False, 15.0, check)
+    assert running.wait(20)
+    assert ends.seconds(receiver.close) < 1
+    with pytest.raises(WeightUpdateError, match=r"it was closed.*init_weights_update_group"):
+        taking.result(5)
+
+
+def test_closing_between_two_tensors(ends: Any, store: dist.TCPStore) -> None:
+    """E8: nothing more is received then, and the connections go once the receiver has noticed."""
+    forming = ends.start(make, store, "weight_update_group")
+    receiver = ends.receiver(store.port)
+    raw = forming.result(20)
+    steps = receiver.receive(ends.expected(NAMED), flattened=False, timeout=20.0)
+    sending = ends.start(broadcast, raw, NAMED["a"])
+    assert torch.equal(next(steps)[1], NAMED["a"])
+    sending.result(20)
+    assert ends.seconds(receiver.close) < 1
+    with pytest.raises(WeightUpdateError, match="it was closed"):
+        next(steps)
+    receiver.acknowledge(None)
+    with pytest.raises(RuntimeError):
+        ends.start(broadcast, raw, LARGE).result(15)
+
+
+def test_closing_between_transfer_and_acknowledgement(ends: Any, store: dist.TCPStore) -> None:
+    """A transfer that has come whole is no failure; its connections go with its end."""
+    forming = ends.start(make, store, "weight_update_group")
+    receiver = ends.receiver(store.port)
+    raw, one = forming.result(20), {"a": NAMED["a"]}
+    sending = ends.start(broadcast, raw, NAMED["a"])
+    steps = receiver.receive(ends.expected(one), flattened=False, timeout=20.0)
+    next(steps)
+    receiver.close()
+    assert next(steps, None) is None
+    receiver.acknowledge(None)
+    sending.result(20)
+    with pytest.raises(RuntimeError):
+        ends.start(broadcast, raw, LARGE).result(15)
+    with pytest.raises(EngineStateError, match="closed"):
+        receiver.receive(ends.expected(one), flattened=False, timeout=20.0)

@@ -48,7 +48,11 @@ class WeightsGroup:
     Groups made by a copy of torch's `init_process_group` under that name are found as well (gloo). No process
     group is registered, the default one is never touched.
 
-    One transfer at a time; any thread. Only `close` may be called during one, which fails it.
+    NCCL, which nobody has run this over yet: torch's watchdog ends a process whose peer dies, unless
+    TORCH_NCCL_ASYNC_ERROR_HANDLING=0 was set before it joined; no option of the backend does the same.
+
+    One transfer at a time; any thread. Only `close` may be called during one, which fails it, and in a forked
+    child, where it changes nothing.
 
     Args:
         master_address, master_port: where the sender's rendezvous store listens.
@@ -148,7 +152,7 @@ class WeightsGroup:
         timeout: float,
         check: Callable[[], None] = uncancelled,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Receive one update; nothing happens before the first `next`.
+        """Receive one update; what can't be is refused at once, nothing else happens before the first `next`.
 
         The caller calls `acknowledge` when it is done with the tensors, or failed. What is raised from here
         has been told to the sender.
@@ -165,17 +169,22 @@ class WeightsGroup:
         Raises:
             EngineTimeoutError: the sender didn't come, or didn't finish.
             WeightUpdateError: it has other tensors, gave up (with its reason), broke off, or sent something
-                else. The group can be used again unless `broken` says why not.
-            EngineStateError: it is broken or closed.
+                else; or the group was closed meanwhile. It can be used again unless `broken` says why not.
+            EngineStateError: the group is broken or closed; nothing was received.
         """
         self._refuse_if_broken()
         if flattened and self._desk is None:
             raise WeightUpdateError(
                 "the group's rank 0 is no WeightsSender, and buckets need one", fix="Pass load_format=None."
             )
+        promised = [Expected(name, dtype, tuple(shape)) for name, dtype, shape in expected]
+        return self._receive(promised, flattened, timeout, check)
+
+    def _receive(
+        self, promised: list[Expected], flattened: bool, timeout: float, check: Callable[[], None]
+    ) -> Iterator[tuple[str, Tensor]]:
         self._line.patience = min(_PATIENCE, timeout)
         deadline = Deadline(timeout)
-        promised = [Expected(name, dtype, tuple(shape)) for name, dtype, shape in expected]
         self.acknowledge(None)  # of a transfer that was left alone
         try:
             self._unread = True
@@ -193,26 +202,32 @@ class WeightsGroup:
         self, promised: list[Expected], flattened: bool, deadline: Deadline, check: Callable[[], None]
     ) -> tuple[Broadcast, torch.device]:
         """Make the connections ready for one transfer; how to receive on them, and where."""
-        alert = check
+        alert = self._open(check)
         if self._desk is not None:
             held = self._mesh[0] if self._mesh else None
-            go = self._desk.offer(promised, flattened, held, deadline, self._open(check))
+            go = self._desk.offer(promised, flattened, held, deadline, alert)
             self._transfer = go.transfer
-            alert = self._alert(self._desk, go.transfer, check)
+            alert = self._alert(self._desk, go.transfer, alert)
             if self._mesh is None or self._mesh[0] != go.mesh:
                 self._drop_mesh()
                 self._connect(go.mesh, f"{self._place.group_name}/mesh/{go.mesh}", deadline, alert)
-        if self._mesh is None:
-            raise EngineStateError("the weight group was closed", fix="Init the group again.")
-        mesh = self._mesh[1]
-        return partial(mesh.broadcast, deadline=deadline, check=self._open(alert)), mesh.device
+        now = self._mesh
+        if now is None:
+            raise self._left()
+        mesh = now[1]
+        return partial(mesh.broadcast, deadline=deadline, check=alert), mesh.device
 
     def _open(self, check: Callable[[], None]) -> Callable[[], None]:
         def both() -> None:
             check()
-            self._refuse_if_broken()
+            if self.broken is not None:
+                raise self._left()
 
         return both
+
+    def _left(self) -> WeightUpdateError:
+        what = f"the weight group {self._place.group_name!r} can't be used any more: {self.broken}"
+        return WeightUpdateError(what, fix=_AGAIN)
 
     def _alert(self, desk: ReceiverDesk, transfer: int, check: Callable[[], None]) -> Callable[[], None]:
         def ask() -> None:
@@ -260,9 +275,9 @@ class WeightsGroup:
             error = WeightUpdateError("the receiver stopped before the last tensor")
         if transfer is not None and self._desk is not None:
             quietly(partial(self._desk.acknowledge, transfer, error))
-        if self._unread:
+        unread, self._unread = self._unread, False
+        if unread or self.broken is not None:
             self._drop_mesh()  # something may be on its way; the sender knows by now
-        self._unread = False
 
     def refuse(self, error: BaseException, timeout: float) -> None:
         """Tell the `send` that waits, or comes within `timeout` seconds, why nothing is received."""
@@ -279,7 +294,7 @@ class WeightsGroup:
     def close(self) -> None:
         """Leave the group; a transfer under way fails. Returns at once. Any number of times."""
         self._break("it was closed")
-        if self._transfer is None:
+        if self._transfer is None and not self._unread:  # else `acknowledge` does, once the sender knows why
             self._drop_mesh()
 
     def _break(self, reason: str) -> None:

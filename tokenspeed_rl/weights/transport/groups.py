@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from tokenspeed_rl.errors import RequestError, nearest
+from tokenspeed_rl.errors import EngineShutdownError, RequestError, nearest
 from tokenspeed_rl.requests import InitWeightsUpdateGroupReqInput
 from tokenspeed_rl.weights.transport.group import WeightsGroup
 from tokenspeed_rl.weights.transport.rendezvous import uncancelled
@@ -19,6 +19,7 @@ class Groups:
     def __init__(self) -> None:
         self._groups: dict[str, WeightsGroup | None] = {}  # None: being joined
         self._lock = threading.Lock()
+        self._closed = False
 
     def init(
         self,
@@ -36,24 +37,11 @@ class Groups:
         Raises:
             RequestError: a group of that name is there and healthy, or being joined. And what `WeightsGroup`
                 raises.
+            EngineShutdownError: all were closed, before or meanwhile.
         """
         name = obj.group_name
-        with self._lock:
-            held = self._groups.get(name)
-            joining = name in self._groups and held is None
-            if not joining:
-                self._groups[name] = None
-        if joining or (held is not None and held.alive()):
-            if held is not None:
-                self._settle(name, held)
-            raise RequestError(
-                f"a weight group of that name is {'there already' if held else 'being joined'}",
-                got=name,
-                fix="Call destroy_weights_update_group first, or take another group_name.",
-            )
+        self._claim(name)
         try:
-            if held is not None:
-                held.close()
             group = WeightsGroup(
                 obj.master_address,
                 obj.master_port,
@@ -66,10 +54,35 @@ class Groups:
                 check,
             )
         except BaseException:
-            self._settle(name, None)
+            with self._lock:
+                self._groups.pop(name, None)
             raise
-        self._settle(name, group)
+        try:
+            with self._lock:
+                self._refuse_if_closed()
+                self._groups[name] = group
+        except EngineShutdownError:
+            group.close()
+            raise
         return group
+
+    def _claim(self, name: str) -> None:
+        """Keep others from joining a group of that name, in place of one that is broken."""
+        with self._lock:
+            held = self._groups.get(name)
+        broken = held is not None and not held.alive()  # asks the sender: `held` is there to others meanwhile
+        with self._lock:
+            self._refuse_if_closed()
+            now = self._groups.get(name)
+            if name in self._groups and not (broken and now is held):
+                raise RequestError(
+                    f"a weight group of that name is {'there already' if now else 'being joined'}",
+                    got=name,
+                    fix="Call destroy_weights_update_group first, or take another group_name.",
+                )
+            self._groups[name] = None
+        if broken and held is not None:
+            held.close()
 
     def get(self, name: str) -> WeightsGroup:
         """The group of that name, broken or not.
@@ -78,7 +91,7 @@ class Groups:
             RequestError: there is none.
         """
         with self._lock:
-            group = self._groups.get(name)
+            group = self._groups.get(name) if isinstance(name, str) else None
             if group is None:
                 raise self._unknown(name)
             return group
@@ -90,15 +103,16 @@ class Groups:
             RequestError: there is none of that name.
         """
         with self._lock:
-            group = self._groups.get(name)
+            group = self._groups.get(name) if isinstance(name, str) else None
             if group is None:
                 raise self._unknown(name)
             del self._groups[name]
         group.close()
 
     def close_all(self) -> None:
-        """Leave every group."""
+        """Leave every group, for good: none is joined any more."""
         with self._lock:
+            self._closed = True
             groups = [group for group in self._groups.values() if group is not None]
             self._groups.clear()
         for group in groups:
@@ -109,13 +123,9 @@ class Groups:
         with self._lock:
             return [name for name, group in self._groups.items() if group is not None]
 
-    def _settle(self, name: str, group: WeightsGroup | None) -> None:
-        """Put what came of joining in its place."""
-        with self._lock:
-            if group is None:
-                self._groups.pop(name, None)
-            else:
-                self._groups[name] = group
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise EngineShutdownError("the engine was shut down, and joins no weight group any more")
 
     def _unknown(self, name: str) -> RequestError:
         names = [other for other, group in self._groups.items() if group is not None]

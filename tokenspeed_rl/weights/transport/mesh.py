@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from tokenspeed_rl.errors import EngineTimeoutError, RequestError, WeightUpdateError
+from tokenspeed_rl.weights.transport.forking import immortal_in_children
 from tokenspeed_rl.weights.transport.rendezvous import Deadline, Place, Pulse, connect, patiently
 
 BACKENDS = ("gloo", "nccl")
@@ -50,9 +52,10 @@ class Mesh:
     """
 
     def __init__(self, group: Any, backend: str, device: torch.device) -> None:
-        self._group = group
+        self._group = immortal_in_children(group)
         self._backend = backend
         self.device = device
+        self._pid = os.getpid()
 
     def broadcast(self, tensor: Tensor, deadline: Deadline, check: Callable[[], None]) -> None:
         """Send rank 0's tensor, or receive into `tensor`; back when the memory is read or written.
@@ -60,19 +63,23 @@ class Mesh:
         Args:
             tensor: contiguous, on `device`, same dtype and shape on every rank (gloo ends the process if a
                 receiver's is smaller).
-            check: polled meanwhile; what it raises ends the wait.
+            check: called first, and polled meanwhile; what it raises ends the wait.
 
         Raises:
             EngineTimeoutError: the deadline passed.
-            WeightUpdateError: the connection to a peer broke. In either case, and when cancelled, the mesh
-                can only be closed.
+            WeightUpdateError: the connection to a peer broke, or the mesh is closed. In either case, and when
+                cancelled, the mesh can only be closed.
         """
+        check()
+        group = self._group  # kept until this is over, whoever closes the mesh meanwhile
+        if group is None:
+            raise WeightUpdateError("the connections of the weight group were closed")
         flat = tensor.reshape(-1)
         wire = flat.view(torch.uint8) if self._backend == "gloo" else flat  # gloo knows few dtypes
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = timedelta(seconds=max(deadline.left, 0.001))
-        work = self._start(wire, options, deadline, check)
+        work = self._start(group, wire, options, deadline, check)
         late = Deadline(deadline.left + _GRACE)
         pulse = Pulse(late, check, lambda: "the other end neither sent nor took the next tensor")
         try:
@@ -87,20 +94,22 @@ class Mesh:
             ) from error
         finally:
             if not work.is_completed():
-                _bury(self._group, work)
+                _bury(group, work)
 
-    def _start(self, wire: Tensor, options: Any, deadline: Deadline, check: Callable[[], None]) -> Any:
+    def _start(
+        self, group: Any, wire: Tensor, options: Any, deadline: Deadline, check: Callable[[], None]
+    ) -> Any:
         if self._backend == "gloo":
-            return self._group.broadcast([wire], options)
+            return group.broadcast([wire], options)
         torch.cuda.current_stream(wire.device).synchronize()  # the helper thread has a stream of its own
-        start = partial(self._group.broadcast, [wire], options)
+        start = partial(group.broadcast, [wire], options)
         return patiently(start, deadline, check, "the NCCL communicator didn't form")
 
     def close(self) -> None:
-        """Let go of the connections; returns at once, also when an operation hangs."""
-        if self._group is not None and self._backend == "nccl":
-            _abort(self._group)
-        self._group = None
+        """Let go of the connections; returns at once, also when an operation hangs. Any thread."""
+        group, self._group = self._group, None
+        if group is not None and self._backend == "nccl" and os.getpid() == self._pid:
+            _abort(group)
 
 
 class MeshMaker:

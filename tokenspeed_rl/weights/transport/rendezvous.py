@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from tokenspeed_rl.errors import EngineTimeoutError, RequestError, WeightUpdateError
 from tokenspeed_rl.sampling_params import check_integer, check_timeout
+from tokenspeed_rl.weights.transport.forking import immortal_in_children
 
 T = TypeVar("T")
 TICK = 0.02
@@ -241,7 +242,7 @@ def host(master_address: str, master_port: int, timeout: float) -> tuple[TCPStor
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
-    return store, address, port
+    return immortal_in_children(store), address, port
 
 
 def connect(place: Place, deadline: Deadline, check: Callable[[], None]) -> tuple[TCPStore, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
@@ -27,7 +28,12 @@ class WeightsSender:
 
     Construction returns at once; receivers join when they like, and again after a crash. It listens on
     `master_address` alone and touches neither the default process group nor the environment. `send` and
-    `close` may be called from any thread; sends wait for one another.
+    `close` may be called from any thread; sends wait for one another. A forked child may only close it, which
+    changes nothing in the parent.
+
+    NCCL, which nobody has run this over yet: torch's watchdog ends a process whose peer dies, unless
+    TORCH_NCCL_ASYNC_ERROR_HANDLING=0 was set before the first `send`; no option of the backend does the
+    same.
 
     Args:
         master_address: of an interface of this machine that the receivers reach.
@@ -65,6 +71,7 @@ class WeightsSender:
         self._mesh: tuple[int, Mesh] | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
         self._maker = MeshMaker(self._place, backend, device, Deadline(timeout), uncancelled)
         greeting = {
             "group_name": group_name,
@@ -169,6 +176,8 @@ class WeightsSender:
     def close(self) -> None:
         """Stop listening and let every connection go; receivers that wait fail soon. Any number of times."""
         self._closed = True
+        if os.getpid() != self._pid:  # the parent's, whose other threads may have held the lock
+            return
         with self._lock:
             self._drop_mesh()
             # The store ends with the last reference to it.
