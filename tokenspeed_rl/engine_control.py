@@ -36,7 +36,9 @@ class ControlVerbs:
         before = self.client.pause_mode
         try:
             return self.llm.run(self.client.pause(mode, timeout))
-        except (KeyboardInterrupt, SystemExit):  # perhaps just as it was answered
+        except TokenSpeedError:
+            raise
+        except BaseException:  # an interrupt, perhaps just as it was answered
             self._surely(lambda: self.llm.run(self.client.restore_pause(before)))
             raise
 

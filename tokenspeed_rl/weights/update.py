@@ -50,6 +50,7 @@ class WeightUpdate:
         self._store, self._kind, self._label = store, kind, label
         self._journal: list[tuple[Tensor, Tensor]] | None = [] if atomic else None
         self._claims: Coverage | None = None  # made when the update has its turn
+        self._judged: dict[str, Target | None] | None = None  # where a whole set goes
         self._ties_agree = False  # judged before the first write
         self._ended = False
         self._nbytes = 0
@@ -63,13 +64,15 @@ class WeightUpdate:
                 mis-shaped, unfit (no plain float tensors) or given twice; or two names of a tied weight that
                 differ.
         """
-        faults = self._judge(named, complete=not self.partial)
+        coverage, targets = self._new_coverage(), dict[str, Target | None]()
+        faults = self._judge(coverage, named, targets, complete=not self.partial)
         del named
         self._accept(faults)
+        self._claims, self._judged = coverage, targets
 
     def check_tied(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Judge the two names of a tied weight out of a promised set: `WeightUpdateError` if they differ."""
-        faults = self._judge(named, complete=False)
+        faults = self._judge(self._new_coverage(), named, {}, complete=False)
         del named
         self._accept(faults)
 
@@ -79,11 +82,19 @@ class WeightUpdate:
             raise faults.pop()
         self._ties_agree = True
 
-    def _judge(self, named: Sequence[tuple[str, Tensor]], *, complete: bool) -> list[WeightUpdateError]:
-        """What is wrong with the set, if anything: one error, whose traceback holds none of its tensors."""
-        coverage, given, tied = self._new_coverage(), None, []
+    def _judge(
+        self,
+        coverage: Coverage,
+        named: Sequence[tuple[str, Tensor]],
+        targets: dict[str, Target | None],
+        *,
+        complete: bool,
+    ) -> list[WeightUpdateError]:
+        """What is wrong with the set, if anything: one error, whose traceback holds none of its tensors.
+        Fills `targets` with where each goes."""
+        given, tied = None, []
         for name, tensor in named:
-            target = coverage.claim(name, tensor.shape, self._fault(name, tensor))
+            target = targets[name] = coverage.claim(name, tensor.shape, self._fault(name, tensor))
             if target is not None and target.again:
                 tied.append((target, tensor))
             elif target is not None and target.parts[0].hf_name == self._store.names.embedding:
@@ -109,9 +120,13 @@ class WeightUpdate:
     def claim(self, name: str, tensor: Tensor) -> Target | None:
         """Where the next tensor goes; None: nowhere, its values follow from the config (`inv_freq`).
 
+        After `check_whole` it must be one of that set.
+
         Raises:
             WeightUpdateError: unknown, mis-shaped, unfit, or given twice.
         """
+        if self._judged is not None:
+            return self._judged[name]
         shape, fault = tensor.shape, self._fault(name, tensor)
         del tensor
         target = self._coverage.claim(name, shape, fault)
