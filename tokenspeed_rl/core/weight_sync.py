@@ -212,13 +212,13 @@ class WeightSync:
         item: Named | None = None
         try:
             while (item := self._next(iterator, terms)) is not None:
-                self._loop.check_alive()
                 stoppable = not (terms.whole and stopped)
-                late = terms.timeout is not None and time.monotonic() - began > terms.timeout
-                if late and stoppable:
+                if stoppable and terms.timeout is not None and time.monotonic() - began > terms.timeout:
                     raise EngineTimeoutError(f"the weight update was not done after {terms.timeout} s")
                 target = update.claim(*item)
-                if target is not None:
+                if target is None:
+                    self._loop.check_alive()
+                else:
                     if not stopped:
                         yield self._loop.call(self._stop_steps)
                         stopped = True

@@ -141,7 +141,6 @@ class WeightUpdate:
             return "a view of another of the engine's own weights, which is written too: pass its clone()"
         return fault
 
-    @torch.inference_mode(False)
     def write(self, target: Target, tensor: Tensor) -> None:
         """Copy a claimed tensor into its place, cast once to the store's dtype.
 
@@ -159,12 +158,17 @@ class WeightUpdate:
             self.wrote = True
         if self._journal is not None:
             self._journal += self._saved(target)
-        self._nbytes += self._store.write(target, tensor)
+        if torch.is_inference_mode_enabled():  # entering it costs more than copying a small tensor
+            with torch.inference_mode(False):
+                self._nbytes += self._store.write(target, tensor)
+        else:
+            self._nbytes += self._store.write(target, tensor)
 
     def _saved(self, target: Target) -> list[tuple[Tensor, Tensor]]:
         places = self._store.places(target)
         try:
-            return [(place, place.to("cpu", copy=True)) for place in places]
+            with torch.inference_mode(False):
+                return [(place, place.to("cpu", copy=True)) for place in places]
         except RuntimeError as error:  # what torch's allocators raise
             wanted = sum(place.nbytes for place in places)
             raise WeightUpdateError(
