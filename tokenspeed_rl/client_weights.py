@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tokenspeed_rl.client_base import ClientBase, Reply, expect, on_thread
-from tokenspeed_rl.core.weight_sync import Updated, WeightSync, drive, drive_async
+from tokenspeed_rl.core.waits import drive, drive_async
+from tokenspeed_rl.core.weight_sync import Updated, WeightSync
 from tokenspeed_rl.errors import EngineStateError, RequestError
 from tokenspeed_rl.requests import (
     DestroyWeightsUpdateGroupReqInput,
@@ -21,6 +22,7 @@ from tokenspeed_rl.requests import (
 )
 from tokenspeed_rl.sampling_params import check_integer
 from tokenspeed_rl.weights import Receipt, SharedWeights, read_tensors
+from tokenspeed_rl.weights.incoming import check_label
 
 
 class WeightMembers(ClientBase):
@@ -113,7 +115,7 @@ class WeightMembers(ClientBase):
             ConfigError: the module can't be shared, by name. EngineStateError: a weight update is going on.
                 Module and engine are as before.
         """
-        _check_label(version)
+        check_label("version", version)
         core = self._core
         return await self._command(
             lambda: core.change_weights(lambda: core.source.share(module, version).receipt)
@@ -128,7 +130,7 @@ class WeightMembers(ClientBase):
                 ConfigError: what is shared doesn't hold any more; the weights are invalid until
                 `share_weights`.
         """
-        _check_label(version)
+        check_label("version", version)
         core = self._core
 
         def change() -> Receipt:
@@ -201,12 +203,3 @@ def left(sync: WeightSync, obj: DestroyWeightsUpdateGroupReqInput) -> Reply:
     """The answer once the group is left."""
     sync.leave(obj)
     return Reply((True, f"left {obj.group_name!r}"))
-
-
-def _check_label(version: Any) -> None:
-    if version is not None and not (isinstance(version, str) and version):
-        raise RequestError(
-            "version must be a non-empty string",
-            got=version,
-            fix="None labels the weights with the number of updates so far.",
-        )

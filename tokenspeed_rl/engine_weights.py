@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tokenspeed_rl.client_base import Reply, make_request
 from tokenspeed_rl.client_weights import WeightMembers, done, joined, left
-from tokenspeed_rl.core.weight_sync import drive
+from tokenspeed_rl.core.waits import drive
 from tokenspeed_rl.errors import EngineShutdownError
 from tokenspeed_rl.llm import LLM
 from tokenspeed_rl.requests import (

@@ -1,29 +1,23 @@
-"""Running a weight update: written on the caller's thread, between two steps of the loop's.
-
-An update is a generator of things to wait for: futures of the loop's, or None, a moment in which nothing is
-half done. `drive` waits on a thread, `drive_async` on an event loop. Whatever is raised at such a wait, a
-cancellation too, reaches the generator, which puts everything in order before it goes on up.
-"""
+"""Running a weight update: written on the caller's thread, between two steps of the loop's."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor
 
 from tokenspeed_rl.core.engine_loop import EngineLoop
 from tokenspeed_rl.core.life_cycle import LifeCycle
 from tokenspeed_rl.core.model_source import ModelSource
+from tokenspeed_rl.core.waits import Waits, go_on
 from tokenspeed_rl.errors import (
     EngineStateError,
     EngineTimeoutError,
@@ -46,13 +40,7 @@ from tokenspeed_rl.weights.transport.groups import Groups
 from tokenspeed_rl.weights.transport.promise import read_promise
 from tokenspeed_rl.weights.update import WeightUpdate
 
-R = TypeVar("R")
-Steps = Generator[Future[Any] | None, Any, R]
 Named = tuple[str, Tensor]
-
-
-def _go_on() -> None:
-    """Nobody interrupts."""
 
 
 class Terms(NamedTuple):
@@ -102,7 +90,7 @@ class WeightSync:
         self._log = log
         self.groups = Groups()
 
-    def from_tensors(self, obj: UpdateWeightsFromTensorReqInput, incoming: Incoming) -> Steps[Updated]:
+    def from_tensors(self, obj: UpdateWeightsFromTensorReqInput, incoming: Incoming) -> Waits[Updated]:
         """What `read_tensors(obj)` gave: whole sets are judged before the first write, an iterator's pairs as
         they come."""
 
@@ -115,7 +103,7 @@ class WeightSync:
 
         return self.update(_terms("tensor", obj)._replace(whole=incoming.whole is not None), source)
 
-    def from_disk(self, obj: UpdateWeightFromDiskReqInput) -> Steps[Updated]:
+    def from_disk(self, obj: UpdateWeightFromDiskReqInput) -> Waits[Updated]:
         """All files' headers are judged before the first write, as is the config beside them."""
         check_update(obj)
         if obj.load_format not in (None, "auto", "safetensors"):
@@ -130,8 +118,8 @@ class WeightSync:
         return self.update(terms, lambda update: read_checkpoint(update, directory))
 
     def from_group(
-        self, obj: UpdateWeightsFromDistributedReqInput, interrupted: Callable[[], None] = _go_on
-    ) -> Steps[Updated]:
+        self, obj: UpdateWeightsFromDistributedReqInput, interrupted: Callable[[], None] = go_on
+    ) -> Waits[Updated]:
         """Names and shapes are judged before anything is received. However it ends, the sender is told.
 
         `interrupted` is called at every wait for the sender, and ends it by raising.
@@ -166,7 +154,7 @@ class WeightSync:
         group.acknowledge(None)
         return updated
 
-    def join(self, obj: InitWeightsUpdateGroupReqInput, interrupted: Callable[[], None] = _go_on) -> None:
+    def join(self, obj: InitWeightsUpdateGroupReqInput, interrupted: Callable[[], None] = go_on) -> None:
         """Join a sender's group; as `from_group`, this waits on the caller's thread."""
 
         def check() -> None:
@@ -179,7 +167,7 @@ class WeightSync:
         """Leave a group; a transfer under way in it fails."""
         self.groups.destroy(obj.group_name)
 
-    def update(self, terms: Terms, source: Callable[[WeightUpdate], Iterable[Named]]) -> Steps[Updated]:
+    def update(self, terms: Terms, source: Callable[[WeightUpdate], Iterable[Named]]) -> Waits[Updated]:
         """Write what `source` yields, having judged as much of it as it knows beforehand.
 
         Raises:
@@ -207,7 +195,7 @@ class WeightSync:
                 error.what = f"{error.what.rstrip('.')}; {holds}"
             raise
 
-    def _write(self, update: WeightUpdate, named: Iterable[Named], began: float, terms: Terms) -> Steps[None]:
+    def _write(self, update: WeightUpdate, named: Iterable[Named], began: float, terms: Terms) -> Waits[None]:
         iterator, stopped = iter(named), False
         item: Named | None = None
         try:
@@ -300,67 +288,6 @@ class WeightSync:
         return f"what it had overwritten was put back{still}"
 
 
-def _look_at(answer: asyncio.Future[Any]) -> None:
-    """Whoever waited for it may be gone; nobody is to be warned of that."""
-    if not answer.cancelled():
-        answer.exception()
-
-
 def _chained(error: BaseException) -> WeightUpdateError:
     text = f"{type(error).__name__}: {error}".rstrip(".")
     return WeightUpdateError(f"the source of the named tensors raised {text}")
-
-
-def drive(steps: Steps[R], interrupted: Callable[[], None] = _go_on) -> R:
-    """Run `steps` to their end on this thread; what `interrupted` raises, where nothing is half done, ends
-    them."""
-    proceed: Callable[[Any], Future[Any] | None] = steps.send
-    value: Any = None
-    with closing(steps):
-        while True:
-            try:
-                waited = proceed(value)
-            except StopIteration as end:
-                result: R = end.value
-                return result
-            finally:
-                value = None  # an error that is raised here must not find itself in this frame, for ever
-            try:
-                if waited is None:
-                    interrupted()
-                proceed, value = steps.send, None if waited is None else waited.result()
-            except BaseException as error:
-                interrupted = _go_on
-                proceed, value = steps.throw, error
-            finally:
-                waited = None
-
-
-async def drive_async(steps: Steps[R]) -> R:
-    """Run `steps` to their end on this event loop, which goes on with its other tasks between them.
-
-    What was posted to the loop runs, whenever this is cancelled, and however often.
-    """
-    proceed: Callable[[Any], Future[Any] | None] = steps.send
-    value: Any = None
-    with closing(steps):
-        while True:
-            try:
-                waited = proceed(value)
-            except StopIteration as end:
-                result: R = end.value
-                return result
-            finally:
-                value = None  # as above
-            try:
-                if waited is None:
-                    await asyncio.sleep(0)
-                else:
-                    answer = asyncio.wrap_future(waited)
-                    answer.add_done_callback(_look_at)
-                    value = await asyncio.shield(answer)
-                proceed = steps.send
-            except BaseException as error:
-                proceed, value = steps.throw, error
-            finally:
-                waited = None

@@ -93,16 +93,21 @@ def check_update(
     for field in dataclasses.fields(obj):
         if field.type == "bool":
             check_bool(field.name, getattr(obj, field.name))
-    label, timeout = obj.weight_version, getattr(obj, "timeout", None)
-    if label is not None and not (isinstance(label, str) and label):
-        raise RequestError(
-            "weight_version must be a non-empty string",
-            got=label,
-            fix="None labels the weights with the number of updates so far.",
-        )
+    check_label("weight_version", obj.weight_version)
+    timeout = getattr(obj, "timeout", None)
     check_timeout(timeout)
     if timeout is not None and timeout <= 0:
         raise RequestError("timeout must be above 0 seconds", got=timeout, fix="Pass a number of seconds.")
+
+
+def check_label(name: str, label: Any) -> None:
+    """Refuse what can't label weights: anything but None and a non-empty string. Raises RequestError."""
+    if label is not None and not (isinstance(label, str) and label):
+        raise RequestError(
+            f"{name} must be a non-empty string",
+            got=label,
+            fix="None labels the weights with the number of updates so far.",
+        )
 
 
 def _check_format(obj: UpdateWeightsFromTensorReqInput) -> None:
