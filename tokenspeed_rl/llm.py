@@ -3,7 +3,6 @@
 import asyncio
 import concurrent.futures
 import contextlib
-import inspect
 import os
 import threading
 import time
@@ -62,8 +61,10 @@ class LLM:
                 raise EngineShutdownError("the LLM was shut down while this was going on") from None
             raise
         finally:
-            if not future.done():
-                self._withdraw(coro, future)
+            if future in self._pending:
+                self._withdraw(future)
+            elif not future.done():
+                coro.close()  # it was refused
 
     def generate(
         self,
@@ -134,11 +135,9 @@ class LLM:
             future.add_done_callback(self._pending.discard)
             self._loop.call_soon_threadsafe(_start, self._loop, coro, future)
 
-    def _withdraw(self, coro: Coroutine[Any, Any, R], future: "concurrent.futures.Future[R]") -> None:
+    def _withdraw(self, future: "concurrent.futures.Future[R]") -> None:
         """Cancel, and give the coroutine a moment to let go of what it holds: its requests, its rids."""
         future.cancel()
-        if inspect.getcoroutinestate(coro) == inspect.CORO_CREATED and future not in self._pending:
-            coro.close()  # it was refused, or never got there
         unwound = threading.Event()
         with contextlib.suppress(RuntimeError):  # the event loop has ended, and cancelled everything
             self._loop.call_soon_threadsafe(self._loop.call_soon, unwound.set)
