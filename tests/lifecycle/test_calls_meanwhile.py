@@ -34,12 +34,6 @@ SOON = 1.0
 """Seconds that the contract gives to status calls and aborts."""
 
 
-@pytest.fixture(scope="module")
-def models() -> dict[str, Any]:
-    """Weights by label; nobody writes them."""
-    return {f"W{seed}": Tiny.model(seed=seed) for seed in range(2)}
-
-
 def status(engine: Engine) -> dict[str, Any]:
     """Every status call, blocking and not; the state it reports."""
 

@@ -35,13 +35,6 @@ from tokenspeed_rl.errors import (
 )
 
 
-@pytest.fixture
-def one(make_engine: Any, counting: Any) -> Engine:
-    """An engine that runs one request at a time; token t is followed by t + 1."""
-    engine: Engine = make_engine(counting, max_running_requests=1, page_size=4)
-    return engine
-
-
 @drains
 def test_other_calls_are_served(one: Engine, pool: Any, drain: Any) -> None:
     """G2: while a drain is pending everything else is answered, from any thread; a second pause or release is

@@ -29,13 +29,6 @@ from tokenspeed_rl.errors import (
 from tokenspeed_rl.requests import ReleaseMemoryOccupationReqInput
 
 
-@pytest.fixture
-def one(make_engine: Any, counting: Any) -> Engine:
-    """An engine that runs one request at a time; token t is followed by t + 1."""
-    engine: Engine = make_engine(counting, max_running_requests=1, page_size=4)
-    return engine
-
-
 @drains
 @pytest.mark.parametrize("how", ["timeout", "cancel"])
 @pytest.mark.parametrize("before", [None, "keep"])

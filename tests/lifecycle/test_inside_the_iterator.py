@@ -31,13 +31,6 @@ from tokenspeed_rl.requests import (
     UpdateWeightsFromTensorReqInput,
 )
 
-
-@pytest.fixture(scope="module")
-def models() -> dict[str, Any]:
-    """Weights by label; nobody writes them."""
-    return {f"W{seed}": Tiny.model(seed=seed) for seed in range(2)}
-
-
 INSIDE: dict[str, Callable[[Engine, Any], Any]] = {
     "generate": lambda e, m: e.generate(input_ids=[1]),
     "generate, waiting": lambda e, m: e.generate(input_ids=[1], wait=True),

@@ -41,12 +41,6 @@ from tokenspeed_rl.requests import (
 )
 
 
-@pytest.fixture(scope="module")
-def models() -> dict[str, Any]:
-    """Weights by label; nobody writes them."""
-    return {f"W{seed}": Tiny.model(seed=seed) for seed in range(2)}
-
-
 @pytest.mark.parametrize("how", ["shutdown", "failure"])
 @pytest.mark.parametrize("state", ["paused", "asleep", "updating"])
 def test_the_engine_ends_meanwhile(make_engine: Any, models: Any, pool: Any, state: str, how: str) -> None:

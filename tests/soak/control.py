@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 from tests.soak import training, updates
+from tests.soak.worker import Worker
 from tests.soak.world import Side, World
 from tokenspeed_rl.errors import EngineStateError, EngineTimeoutError
 from tokenspeed_rl.requests import GetWeightsByNameReqInput, ReleaseMemoryOccupationReqInput
@@ -24,36 +24,12 @@ SOON = (None, None, 0.001, 0.02, 0.2)
 Call = Callable[[World, Side, random.Random, str], str | None]
 
 
-class Controller:
-    """What its n-th call is follows from the seed, its name and n alone."""
+class Controller(Worker):
+    """Calls that move the engine's state."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
-        self.journal = world.journal
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+    pace = PACE
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def join(self, seconds: float) -> bool:
-        """Whether it ended within so many seconds."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        number = 0
-        while not self.journal.stop.is_set():
-            number += 1
-            rng = random.Random(f"{self.world.seed}/{self.name}/{number}")
-            try:
-                self._call(number, rng)
-            except BaseException as error:
-                self.journal.crashed(self.name, error)
-                return
-            self.journal.stop.wait(rng.expovariate(1 / PACE))
-
-    def _call(self, number: int, rng: random.Random) -> None:
+    def call(self, number: int, rng: random.Random) -> None:
         shared = rng.random() < 0.25
         side = self.world.shared if shared else self.world.own
         call = rng.choices(*(SHARED if shared else OWN))[0]

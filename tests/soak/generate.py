@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections import Counter
 from typing import Any
 
 from tests.soak.check import Asked, check
 from tests.soak.weights import Reference
+from tests.soak.worker import Worker
 from tests.soak.world import Side, World
 from tokenspeed_rl.errors import EngineStateError, EngineTimeoutError
 from tokenspeed_rl.requests import GenerateReqInput
@@ -20,35 +20,14 @@ SEEDED = 2
 """How many of the prompts are asked with a seed: few, so that each is drawn again and again."""
 
 
-class Generator:
-    """What its n-th call is follows from the seed, its name and n alone."""
+class Generator(Worker):
+    """Requests of every kind, each checked."""
 
     def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
-        self.journal = world.journal
+        super().__init__(world, name)
         self._reference = Reference(world.weights)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def join(self, seconds: float) -> bool:
-        """Whether it ended within so many seconds."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        number = 0
-        while not self.journal.stop.is_set():
-            number += 1
-            try:
-                self._call(number, random.Random(f"{self.world.seed}/{self.name}/{number}"))
-            except BaseException as error:
-                self.journal.crashed(self.name, error)
-                return
-
-    def _call(self, number: int, rng: random.Random) -> None:
+    def call(self, number: int, rng: random.Random) -> None:
         side = rng.choice((self.world.own, self.world.own, self.world.shared))
         way = rng.choice(WAYS)
         start, top = rng.choice((-1, -1, -1, 0, 3)), rng.choice((0, 0, 3))

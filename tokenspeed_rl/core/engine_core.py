@@ -19,6 +19,7 @@ from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.residents import GraphMemory, KVMemory, WeightsMemory
 from tokenspeed_rl.core.scheduler import Scheduler
 from tokenspeed_rl.core.weight_sync import WeightSync
+from tokenspeed_rl.memory.region import TAGS
 from tokenspeed_rl.weights import Receipt
 
 
@@ -113,9 +114,7 @@ class EngineCore:
         return {
             "admission": life.admission.mode or "running",
             "draining": life.admission.draining,
-            "residency": {
-                tag: "released" if tag in asleep else "resident" for tag in self.source.memory.usage()
-            },
+            "residency": {tag: "released" if tag in asleep else "resident" for tag in TAGS},
             "validity": "valid" if version.valid else f"invalid: {version.reason}",
             "updating": life.slot.taken,
             "weight_version": version.label,

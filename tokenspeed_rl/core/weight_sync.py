@@ -132,16 +132,14 @@ class WeightSync:
             raise
         receiving = False
 
-        def check() -> None:
-            interrupted()
-            self._loop.check_alive()
-
         def source(update: WeightUpdate) -> Iterable[Named]:
             nonlocal receiving
             update.check_promised([(name, shape) for name, _, shape in expected])
             receiving = True
             buckets = obj.load_format is not None
-            return group.receive(expected, flattened=buckets, timeout=obj.timeout, check=check)
+            return group.receive(
+                expected, flattened=buckets, timeout=obj.timeout, check=self._alert(interrupted)
+            )
 
         try:
             updated = yield from self.update(_terms("distributed", obj), source)
@@ -157,11 +155,7 @@ class WeightSync:
     def join(self, obj: InitWeightsUpdateGroupReqInput, interrupted: Callable[[], None] = go_on) -> None:
         """Join a sender's group; as `from_group`, this waits on the caller's thread."""
 
-        def check() -> None:
-            interrupted()
-            self._loop.check_alive()
-
-        self.groups.init(obj, device=self._store.device, check=check)
+        self.groups.init(obj, device=self._store.device, check=self._alert(interrupted))
 
     def leave(self, obj: DestroyWeightsUpdateGroupReqInput) -> None:
         """Leave a group; a transfer under way in it fails."""
@@ -232,6 +226,15 @@ class WeightSync:
             raise _chained(error) from error
         except (Exception, GeneratorExit) as error:  # the latter is how an abandoned update ends, not this
             raise _chained(error) from error
+
+    def _alert(self, interrupted: Callable[[], None]) -> Callable[[], None]:
+        """What a wait for a peer asks again and again: whether to go on."""
+
+        def check() -> None:
+            interrupted()
+            self._loop.check_alive()
+
+        return check
 
     def _check_architecture(self, directory: Path) -> None:
         """The numbers that names and shapes don't show, such as the rotary base, must be this model's too."""
