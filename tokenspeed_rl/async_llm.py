@@ -106,8 +106,7 @@ class AsyncLLM(WeightMembers, ControlMembers, UnavailableMembers, EngineClient):
             )
         if not wait:
             self.require_runnable()  # before anything is mapped for it
-        if "weights" not in core.life.residency.released:  # else their wake checks
-            core.source.check_shared()
+        core.life.check_shared()
         progress = Progress(eager=obj.stream or on_finish is not None)
         requests = core.intake.prepare(obj, capacity=core.capacity(), publish=progress.publish)
         return GenerateStream(

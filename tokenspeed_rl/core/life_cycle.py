@@ -89,6 +89,12 @@ class LifeCycle:
             )
         self.admission.refuse_while_draining("generate")
 
+    def check_shared(self) -> None:
+        """Raise WeightsInvalidError where a shared module's weights have moved; of sleeping ones their wake
+        will. From any thread."""
+        if "weights" not in self.residency.released:
+            self._check_shared()
+
     def require_readable(self) -> None:
         """Raise where the weights can't be read: EngineStateError asleep or half written,
         WeightsInvalidError. From any thread."""
@@ -106,9 +112,8 @@ class LifeCycle:
 
     def resume(self, mode: str | None = None) -> bool:
         """As `Admission.resume`. Requests then run only on the weights that were shared."""
-        if "weights" not in self.residency.released:
-            with suppress(WeightsInvalidError):  # the version knows, and nothing runs
-                self._check_shared()
+        with suppress(WeightsInvalidError):  # the version knows, and nothing runs
+            self.check_shared()
         self.admission.resume(mode)
         return True
 
