@@ -8,7 +8,6 @@ the loop is dead: every request and command, now and later, gets `EngineDeadErro
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -20,11 +19,9 @@ import torch
 from tokenspeed_rl.core.life_cycle import LifeCycle
 from tokenspeed_rl.core.live_requests import LiveRequests
 from tokenspeed_rl.core.model_runner import ModelRunner
-from tokenspeed_rl.core.outcome import fault_of, reason_to_end, take_draw, take_prompt_logprobs
-from tokenspeed_rl.core.request import FinishReason, Request
-from tokenspeed_rl.core.sampler import Sample
+from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.scheduler import Scheduler
-from tokenspeed_rl.core.stats import Stats
+from tokenspeed_rl.core.stepper import StepObserver, Stepper
 from tokenspeed_rl.errors import (
     EngineDeadError,
     EngineShutdownError,
@@ -50,14 +47,19 @@ class EngineLoop:
         version: Callable[[], str],
         control: Callable[[], LifeCycle],
         log: logging.Logger,
+        observers: Sequence[StepObserver] = (),
+        on_end: Callable[[Request], None] | None = None,
     ) -> None:
-        """`version` labels what is drawn now; `control` is asked for with the first command."""
+        """`version` labels what is drawn now; `control` is asked for with the first command; `on_end` is
+        called with every request that ends, under `lock`, before its waiter is told."""
         self.scheduler = scheduler
         self.runner = runner
-        self.tokenizer = tokenizer
-        self.stats = Stats()
-        self.live = LiveRequests()
+        self.live = LiveRequests(on_end)
         self.lock = threading.RLock()
+        self._stepper = Stepper(
+            scheduler, runner, self.live, tokenizer, version=version, lock=self.lock, observers=observers
+        )
+        self.stats = self._stepper.stats
         self._wake = threading.Condition(self.lock)
         self._version = version
         self._control = control
@@ -110,7 +112,7 @@ class EngineLoop:
         with self.lock:
             doomed = [request for request in requests if request in self.live]
             for request in doomed:
-                self._close(request, {"type": "abort", "message": message})
+                self.live.close(request, {"type": "abort", "message": message}, self._version())
             if doomed:
                 self._post(lambda: self._remove(doomed), None)
 
@@ -204,7 +206,7 @@ class EngineLoop:
                     _obey(*taken.popleft())  # whose frame ends with all that the command holds
                     self._control().settle()
                 if self._can_step():
-                    self._step()
+                    self._stepper.step()
                     self._control().settle()
         except BaseException as error:
             with self.lock:
@@ -225,41 +227,6 @@ class EngineLoop:
     def _can_step(self) -> bool:
         return self.scheduler.has_work and not self._closing and self._control().can_step
 
-    def _step(self) -> None:
-        started = time.perf_counter()
-        plan = self.scheduler.schedule()
-        if plan.is_empty:
-            return
-        outcome = self.runner.run(plan)
-        self.scheduler.advance(plan)
-        with self.lock:
-            take_prompt_logprobs(outcome, plan.forks)
-            version = self._version()
-            for request, sample in outcome.draws:
-                self._accept(request, sample, version, outcome.hidden_states.get(request))
-        drawn = sum(request.max_new_tokens > 0 for request, _ in outcome.draws)
-        self.stats.count_step(plan, drawn, time.perf_counter() - started)
-
-    def _accept(self, request: Request, drawn: Sample, version: str, hidden: list[float] | None) -> None:
-        if request not in self.live:  # ended while the step ran, by an abort or by shutdown
-            return
-        fault = fault_of(request, drawn)
-        if fault is not None:
-            self.scheduler.cache.forget(request.pages)
-            self._end(request, {"type": "abort", "message": fault})
-            return
-        if request.max_new_tokens > 0:
-            take_draw(request, drawn, version, hidden)
-        reason = reason_to_end(request, self.tokenizer)
-        if reason is not None:
-            self._end(request, reason)
-        else:
-            request.publish(request)
-
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        if self._close(request, reason):
-            self.scheduler.remove(request)
-
     def take_submitted(self) -> None:
         """Give the control what has been submitted so far, also behind the command that is running. On the
         loop's thread."""
@@ -271,7 +238,7 @@ class EngineLoop:
         """End every unfinished request now, and take it out of the schedule. On the loop's thread."""
         with self.lock:
             for request in self.live:
-                self._end(request, {"type": "abort", "message": message})
+                self._stepper.end(request, {"type": "abort", "message": message})
 
     def fit(self, capacity: int, requests: Iterable[Request] | None = None) -> None:
         """The KV cache holds `capacity` tokens: end those of the requests (None: of all that live) that could
@@ -283,7 +250,7 @@ class EngineLoop:
                     request.max_new_tokens = min(request.max_new_tokens, room)
                 elif request.max_new_tokens > room:
                     message = f"the KV cache holds {capacity} tokens since the wake, fewer than it may need"
-                    self._end(request, {"type": "abort", "message": message})
+                    self._stepper.end(request, {"type": "abort", "message": message})
 
     def _remove(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -300,10 +267,6 @@ class EngineLoop:
     def _post(self, command: Callable[[], object], future: "Future[Any] | None") -> None:
         self._inbox.append((command, future))
         self._wake.notify()
-
-    def _close(self, request: Request, reason: FinishReason) -> bool:
-        """Make a request final and tell its waiter; False if telling another waiter ended it too."""
-        return self.live.close(request, reason, self._version())
 
     def _fail_all(self, make_error: Callable[[], TokenSpeedError]) -> None:
         """Tell everyone, each with an error of its own: one object raised in several threads mixes their

@@ -14,7 +14,9 @@ OnFailure = Callable[[TokenSpeedError], None]
 class LiveRequests:
     """By id and by sample, from submission to the end. Every method is called under the loop's lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[Request], None] | None = None) -> None:
+        """`on_end` is called with every request that ends, before its waiter is told."""
+        self._on_end = on_end
         self._by_rid: dict[str, list[Request]] = {}
         self._on_failure: dict[Request, OnFailure] = {}
 
@@ -61,6 +63,8 @@ class LiveRequests:
         if not siblings:
             del self._by_rid[request.rid]
         del self._on_failure[request]
+        if self._on_end is not None:
+            self._on_end(request)
         request.publish(request)
         return True
 
