@@ -5,17 +5,20 @@ import asyncio
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
+
+from torch import nn
 
 from tokenspeed_rl.client_control import ControlMembers
 from tokenspeed_rl.client_weights import WeightMembers
 from tokenspeed_rl.config import EngineConfig, from_overrides
 from tokenspeed_rl.core.engine_core import EngineCore
 from tokenspeed_rl.errors import ConfigError, EngineStateError, RequestError
+from tokenspeed_rl.explain import Explanation, explain
 from tokenspeed_rl.generate_stream import GenerateStream, Progress
 from tokenspeed_rl.protocol import EngineClient
 from tokenspeed_rl.requests import (
@@ -219,6 +222,25 @@ class AsyncLLM(WeightMembers, ControlMembers, UnavailableMembers, EngineClient):
     async def get_internal_state(self) -> list[dict[Any, Any]]:
         """`internal_state`."""
         return self.internal_state()
+
+    def explain(
+        self,
+        output: Mapping[str, Any],
+        module: nn.Module,
+        temperature: float = 1.0,
+        tolerance: float | None = None,
+    ) -> Explanation:
+        """As `Engine.explain`: it blocks, for as long as the module's forward takes."""
+        self.check_alive()
+        self.check_outside("explain")
+        return explain(
+            self._core,
+            output,
+            module,
+            temperature=temperature,
+            tolerance=tolerance,
+            tokenizer=self.tokenizer,
+        )
 
     # End
 

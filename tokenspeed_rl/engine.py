@@ -4,12 +4,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from torch import nn
+
 from tokenspeed_rl.async_llm import AsyncLLM
 from tokenspeed_rl.client_base import make_request
 from tokenspeed_rl.config import EngineConfig
 from tokenspeed_rl.engine_control import ControlVerbs
 from tokenspeed_rl.engine_weights import WeightVerbs
 from tokenspeed_rl.errors import RequestError
+from tokenspeed_rl.explain import Explanation
 from tokenspeed_rl.llm import LLM
 from tokenspeed_rl.prompts import chat_ids
 from tokenspeed_rl.requests import (
@@ -156,6 +159,32 @@ class Engine(WeightVerbs, ControlVerbs, UnavailableVerbs):
             self.client.abort_all()
         else:
             self.client.abort_request(rid)
+
+    def explain(
+        self,
+        output: Mapping[str, Any],
+        module: nn.Module,
+        *,
+        temperature: float = 1.0,
+        tolerance: float | None = None,
+    ) -> Explanation:
+        """Why does the trainer's `module` see other logprobs than this rollout? `print` the answer.
+
+        The output's sequence is recomputed by the module, on this thread under its autocast and in eval mode,
+        and by the engine with the weights it has now. Logits and all hidden states of the sequence exist at
+        once for that.
+
+        Args:
+            output: one final result of `generate`, best with `return_logprob`.
+            module: a transformers causal LM with the engine's architecture, or a wrapper of one.
+            temperature: with which the output was sampled.
+            tolerance: differences up to it count as none; None: 1e-4, or 0.05 for half-precision weights.
+
+        Raises:
+            RequestError: the output is no whole result, or the module no causal LM. EngineStateError: the
+                weights sleep or are half written. WeightsInvalidError: there is no complete set.
+        """
+        return self.client.explain(output, module, temperature, tolerance)
 
     # State
 

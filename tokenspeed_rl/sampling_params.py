@@ -107,13 +107,13 @@ class SamplingParams:
             n=check_integer("n", self.n, low=1),
             max_new_tokens=max_new,
             min_new_tokens=check_integer("min_new_tokens", self.min_new_tokens, low=0),
-            temperature=_number("temperature", self.temperature, low=0.0),
-            top_p=_number("top_p", self.top_p, above=0.0, high=1.0),
+            temperature=check_number("temperature", self.temperature, low=0.0),
+            top_p=check_number("top_p", self.top_p, above=0.0, high=1.0),
             top_k=check_integer("top_k", self.top_k, low=-1),
-            min_p=_number("min_p", self.min_p, low=0.0, high=1.0),
-            frequency_penalty=_number("frequency_penalty", self.frequency_penalty),
-            presence_penalty=_number("presence_penalty", self.presence_penalty),
-            repetition_penalty=_number("repetition_penalty", self.repetition_penalty, above=0.0),
+            min_p=check_number("min_p", self.min_p, low=0.0, high=1.0),
+            frequency_penalty=check_number("frequency_penalty", self.frequency_penalty),
+            presence_penalty=check_number("presence_penalty", self.presence_penalty),
+            repetition_penalty=check_number("repetition_penalty", self.repetition_penalty, above=0.0),
             stop=_stop_strings(self.stop, has_tokenizer),
             stop_token_ids=check_token_ids("stop_token_ids", stop_ids, vocab_size),
             logit_bias=_logit_bias(self.logit_bias, vocab_size),
@@ -185,12 +185,17 @@ def check_timeout(timeout: Any) -> float | None:
     Raises:
         RequestError: negative, above 30 years, or no number.
     """
-    return None if timeout is None else _number("timeout", timeout, low=0.0, high=1e9)
+    return None if timeout is None else check_number("timeout", timeout, low=0.0, high=1e9)
 
 
-def _number(
+def check_number(
     name: str, value: Any, *, low: float | None = None, above: float | None = None, high: float | None = None
 ) -> float:
+    """`value` as a float within the limits.
+
+    Raises:
+        RequestError: no finite real number (a bool is none), or out of range.
+    """
     try:
         number = math.nan if isinstance(value, bool) or not isinstance(value, numbers.Real) else float(value)
     except OverflowError:
@@ -242,7 +247,7 @@ def _logit_bias(bias: object, vocab_size: int | None) -> dict[int, float] | None
 def _bias_value(token: int, value: Any) -> float:
     if value == -math.inf:
         return -math.inf
-    return _number(f"logit_bias[{token}]", value)
+    return check_number(f"logit_bias[{token}]", value)
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))

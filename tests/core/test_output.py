@@ -35,6 +35,7 @@ PER_TOKEN = {
     "hidden_states",
 }
 ALWAYS = {
+    "prompt_ids",
     "id",
     "index",
     "prompt_index",

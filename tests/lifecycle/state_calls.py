@@ -21,6 +21,13 @@ CHAT: dict[str, Any] = {
     "chat_template": bytes(PROMPT).decode(),
 }
 WITHIN = {"paused", "resident"}
+OUTPUT: dict[str, Any] = {
+    "output_ids": PROMPT[:1],
+    "meta_info": {
+        **{"prompt_ids": PROMPT, "completion_tokens": 1, "cached_tokens": 0},
+        "weight_versions": [{"version": "", "start": 0, "end": 1}],
+    },
+}
 SESSION = {"open_session": {"capacity_of_str_len": 8}, "close_session": {"session_id": "s"}}
 
 
@@ -116,6 +123,7 @@ def _arguments(driven: Driven, call: Call) -> list[Any]:
         "update_weights_from_disk": lambda: [driven.path],
         "get_weights_by_name": lambda: [NORM],
         "share_weights": lambda: [driven.module],
+        "explain": lambda: [OUTPUT, driven.module],
         "watch": lambda: [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])],
     }
     return make[call.member]() if call.member in make else []

@@ -89,7 +89,7 @@ lacking = Outcome(LACKING, "this version does not have it")
 
 UPDATES = ("update_weights_from_tensor", "update_weights_from_distributed", "update_weights_from_disk")
 GROUPS = ("init_weights_update_group", "destroy_weights_update_group")
-READS = ("get_weights_by_name", "weights_checksum", "named_parameters")
+READS = ("get_weights_by_name", "weights_checksum", "named_parameters", "explain")
 EXPERTS = tuple(f"{verb}_expert_distribution_record" for verb in ("start", "stop", "dump"))
 LATER = ("open_session", "close_session", "start_profile", "stop_profile", *EXPERTS)
 STATUS = ("get_load", "get_internal_state", "flush_cache")
@@ -229,7 +229,7 @@ WEIGHTS = Table(
             Outcome(OK, "also asleep: what sleeps of the trainer's is its own affair"),
         ),
         Row(
-            "`get_weights_by_name`, `weights_checksum`, `named_parameters`",
+            "`get_weights_by_name`, `weights_checksum`, `named_parameters`, `explain`",
             [*calls("AsyncLLM", "get_weights_by_name"), *calls("Engine", *READS)],
             {**after, inside: half, updating: half, no_weights: needs_weights, invalid: not_valid},
             fine,

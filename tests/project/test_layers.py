@@ -29,6 +29,7 @@ LAYERS = [
         "client_weights",
         "engine_control",
         "engine_weights",
+        "explain",
         "generate_stream",
         "unavailable",
     },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,13 @@ class KVLayout:
     def page_bytes(self) -> int:
         """Bytes of one page's keys and values in all layers."""
         return self.stripes * self.stripe_bytes
+
+
+class LooseKV(NamedTuple):
+    """Keys and values of every layer as `KVCache` has them, in memory of no region."""
+
+    k: tuple[Tensor, ...]
+    v: tuple[Tensor, ...]
 
 
 class KVCache:

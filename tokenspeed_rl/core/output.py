@@ -29,6 +29,8 @@ def result(request: Request, tokenizer: Any, *, start: int = 0, text: str | None
         "e2e_latency": (request.finished_at if request.finished else time.monotonic()) - request.created,
     }
     ids = request.tokens[request.prompt_len + start :]
+    if request.finished:
+        meta["prompt_ids"] = request.tokens[: request.prompt_len]
     meta.update(_asked_for(request, tokenizer, ids, start))
     return {
         "text": final_text(request, tokenizer) if text is None else text,

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tokenspeed_rl.cache.kv_cache import KVCache
+from tokenspeed_rl.cache.kv_cache import KVCache, LooseKV
 from tokenspeed_rl.layers.attention import AttentionPlan, HeadNorms, attention
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
 from tokenspeed_rl.layers.mlp import mlp
@@ -65,8 +66,17 @@ class Decoder:
             _Names(*(layer_slot(layer, suffix) for suffix in _SUFFIXES)) for layer in range(spec.num_layers)
         ]
 
-    def forward(self, batch: ForwardBatch, kv: KVCache) -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._one("embed").device
+
+    def forward(
+        self, batch: ForwardBatch, kv: KVCache | LooseKV, streams: list[Tensor] | None = None
+    ) -> Tensor:
         """Hidden states [T, hidden_size] after the final norm; the step's keys and values go to ``kv``.
+
+        ``streams``, if given, gets float32 copies on the CPU of what enters each layer, and of the result.
 
         Raises:
             ValueError: lengths, pages or positions don't fit the cache or the model.
@@ -81,6 +91,7 @@ class Decoder:
         residual: Tensor | None = None
         for layer, names in enumerate(self._layers):
             x, residual = add_rms_norm(hidden, residual, self._one(names.input_norm), spec.rms_eps)
+            _note(streams, residual)
             x = attention(
                 project(x, self._weights[names.qkv], get(names.qkv_bias)),
                 plan,
@@ -100,7 +111,9 @@ class Decoder:
                 get(names.down_bias),
                 spec.activation,
             )
-        return add_rms_norm(hidden, residual, self._one("norm"), spec.rms_eps)[0]
+        hidden = add_rms_norm(hidden, residual, self._one("norm"), spec.rms_eps)[0]
+        _note(streams, hidden)
+        return hidden
 
     @property
     def nbytes(self) -> int:
@@ -122,3 +135,8 @@ class Decoder:
         if not self.spec.qk_norm:
             return None
         return HeadNorms(query=self._one(names.q_norm), key=self._one(names.k_norm), eps=self.spec.rms_eps)
+
+
+def _note(streams: list[Tensor] | None, stream: Tensor) -> None:
+    if streams is not None:
+        streams.append(stream.to("cpu", torch.float32, copy=True))

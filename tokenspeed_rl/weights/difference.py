@@ -1,0 +1,38 @@
+"""Which weights of a live module are not the engine's."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tokenspeed_rl.weights.mapping import canonical
+from tokenspeed_rl.weights.plain import fault_of
+from tokenspeed_rl.weights.store import WeightStore
+
+
+@torch.no_grad()
+def differing_weights(store: WeightStore, module: nn.Module) -> dict[str, str]:
+    """Hugging Face name -> how the module's parameter, cast to the store's dtype, differs from the engine's.
+    Bits count, but that a NaN equals itself. On the loop's thread."""
+    found = {canonical(name): param for name, param in module.named_parameters(remove_duplicate=False)}
+    differing = {}
+    for name, ours in store.parameters():
+        theirs = found.get(name)
+        how = "the module has none" if theirs is None else _difference(ours, theirs)
+        if how is not None:
+            differing[name] = how
+    return differing
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> str | None:
+    fault = fault_of(theirs)
+    if fault is not None:
+        return f"the module's is {fault}"
+    if ours.shape != theirs.shape:
+        return f"{list(ours.shape)} here, {list(theirs.shape)} in the module"
+    if ours.data_ptr() == theirs.data_ptr() and ours.dtype is theirs.dtype:
+        return None
+    cast = theirs.to(ours.device, ours.dtype)
+    if bool(((ours == cast) | (ours.isnan() & cast.isnan())).all()):
+        return None
+    return f"by up to {float((ours.float() - cast.float()).abs().max()):.3g}"
