@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from tokenspeed_rl.client_control import ControlMembers
+from tokenspeed_rl.client_sessions import SessionMembers
 from tokenspeed_rl.client_weights import WeightMembers
 from tokenspeed_rl.config import EngineConfig, from_overrides
 from tokenspeed_rl.core.engine_core import EngineCore
@@ -33,7 +34,7 @@ from tokenspeed_rl.unavailable import UnavailableMembers
 R = TypeVar("R")
 
 
-class AsyncLLM(WeightMembers, ControlMembers, UnavailableMembers, EngineClient):
+class AsyncLLM(WeightMembers, ControlMembers, SessionMembers, UnavailableMembers, EngineClient):
     """An engine, for callers on any number of event loops and threads.
 
     Args:
@@ -111,7 +112,9 @@ class AsyncLLM(WeightMembers, ControlMembers, UnavailableMembers, EngineClient):
             self.require_runnable()  # before anything is mapped for it
         core.life.check_shared()
         progress = Progress(eager=obj.stream or on_finish is not None)
-        requests = core.intake.prepare(obj, capacity=core.capacity(), publish=progress.publish)
+        requests = core.intake.prepare(
+            obj, capacity=core.capacity(), publish=progress.publish, sessions=core.sessions
+        )
         return GenerateStream(
             core.loop,
             requests,

@@ -10,6 +10,7 @@ from tokenspeed_rl.async_llm import AsyncLLM
 from tokenspeed_rl.client_base import make_request
 from tokenspeed_rl.config import EngineConfig
 from tokenspeed_rl.engine_control import ControlVerbs
+from tokenspeed_rl.engine_sessions import SessionVerbs
 from tokenspeed_rl.engine_weights import WeightVerbs
 from tokenspeed_rl.errors import RequestError
 from tokenspeed_rl.explain import Explanation
@@ -26,7 +27,7 @@ from tokenspeed_rl.unavailable import UnavailableVerbs
 Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
 
 
-class Engine(WeightVerbs, ControlVerbs, UnavailableVerbs):
+class Engine(WeightVerbs, ControlVerbs, SessionVerbs, UnavailableVerbs):
     """Generates inside the trainer's process; any method may be called from any thread while another
     generates.
 

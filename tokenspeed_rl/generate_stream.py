@@ -208,8 +208,9 @@ class GenerateStream(AsyncGenerator[Any, None]):
         """A message if one is due; what is finished is delivered even if the engine died since."""
         if not self._stream:
             if self._progress.unfinished == 0:
+                whole = self._whole()
                 self._over = True
-                return self._whole()
+                return whole
         else:
             for _ in range(len(self._cursors)):
                 cursor = self._cursors[0]

@@ -71,7 +71,7 @@ class EngineClient(Protocol):
 
         Raises:
             RequestError: the request is malformed or can never be served; nothing of it was queued.
-            EngineStateError: the engine was marked unhealthy.
+            EngineStateError: the engine was marked unhealthy, or the session has a live turn.
         """
         yield {}
 
@@ -79,7 +79,14 @@ class EngineClient(Protocol):
         """End every sample of `rid` now, as `abort` with what it has. Unknown or finished: no-op."""
 
     async def open_session(self, obj: OpenSessionReqInput) -> str | None:
-        """Open a multi-turn session and return its id, or None if `obj.session_id` is already open."""
+        """Open a multi-turn session and return its id, or None if `obj.session_id` is already open.
+
+        A turn is a request with the id in `session_params`: its prompt is the session's tokens and its input,
+        and when it ends by itself the session has its output too.
+
+        Raises:
+            RequestError: a capacity or an id that is none.
+        """
 
     async def close_session(self, obj: CloseSessionReqInput) -> None:
         """Close a session and free its tokens; a live turn is aborted.

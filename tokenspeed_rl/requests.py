@@ -61,7 +61,7 @@ class GenerateReqInput:
     stream: bool = False
     """Yield results as tokens come instead of once at the end."""
     session_params: Mapping[str, Any] | None = None
-    """`{"id": session}`: the prompt continues this session."""
+    """`{"id": session}`: one prompt, with `n=1`, that continues this session, as `SessionMembers` says."""
     priority: int = 0
     """Higher is admitted first, ties in order of arrival; nothing running is preempted for it."""
     lora: str | None = None

@@ -6,9 +6,7 @@ from typing import Any
 from tokenspeed_rl.client_base import ClientBase
 from tokenspeed_rl.errors import UnavailableError
 from tokenspeed_rl.requests import (
-    CloseSessionReqInput,
     ConfigureLoggingReq,
-    OpenSessionReqInput,
     SetInternalStateReq,
 )
 
@@ -32,14 +30,6 @@ class UnavailableMembers(ClientBase):
         """Refused: see `get_internal_state()[0]["last_refusal"]`."""
         self._refused(self.lacking("set_internal_state"))
         return [False]
-
-    async def open_session(self, obj: OpenSessionReqInput) -> str | None:
-        """Raises UnavailableError."""
-        raise self.lacking("open_session")
-
-    async def close_session(self, obj: CloseSessionReqInput) -> None:
-        """Raises UnavailableError."""
-        raise self.lacking("close_session")
 
     def configure_logging(self, obj: ConfigureLoggingReq) -> None:
         """Raises UnavailableError."""
@@ -87,14 +77,6 @@ class UnavailableVerbs:
     def set_internal_state(self, **fields: Any) -> list[bool]:
         """Raises UnavailableError."""
         raise self.client.lacking("set_internal_state")
-
-    def open_session(self, capacity_of_str_len: int, session_id: str | None = None) -> str | None:
-        """Raises UnavailableError."""
-        raise self.client.lacking("open_session")
-
-    def close_session(self, session_id: str) -> None:
-        """Raises UnavailableError."""
-        raise self.client.lacking("close_session")
 
     def start_profile(self, **fields: Any) -> Any:
         """Raises UnavailableError."""

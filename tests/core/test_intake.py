@@ -72,6 +72,8 @@ BAD: dict[str, dict[str, Any]] = {
         "capacity": 12,
     },
     "repeated rid": {"input_ids": [ids, ids], "rid": ["a", "a"]},
+    "unknown session": {"input_ids": ids, "session_params": {"id": "s"}},
+    "session id that is none": {"input_ids": ids, "session_params": {"id": ["s"]}},
 }
 
 
@@ -177,16 +179,18 @@ ARRIVES: dict[str, tuple[Any, Callable[[Request], Any], Any]] = {
     "return_hidden_states": (True, lambda r: r.wants.hidden_states, True),
     "priority": (3, lambda r: r.priority, 3),
 }
-REFUSED = {"session_params": {"id": "s"}, "return_routed_experts": True, "lora": "adapter"}
+REFUSED = {"return_routed_experts": True, "lora": "adapter"}
 OF_THE_CALL = {"stream"}
 """How results are handed over, whatever the samples are."""
+OF_ONE_SAMPLE = {"session_params"}
+"""Tested below."""
 
 
 def test_every_field_reaches_every_sample(tokenizer: Any) -> None:
     """F8: by reflection, so that a new field can't be forgotten: with n > 1 each sample has all that was
     asked, or it is refused; every field of SamplingParams differs from its default here."""
     names = {field.name for field in dataclasses.fields(GenerateReqInput)}
-    assert names == {*ARRIVES, *REFUSED} | OF_THE_CALL
+    assert names == {*ARRIVES, *REFUSED} | OF_THE_CALL | OF_ONE_SAMPLE
     for field in dataclasses.fields(SamplingParams):
         assert getattr(PARAMS, field.name) != field.default, f"{field.name} proves nothing at its default"
 

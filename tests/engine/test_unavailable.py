@@ -22,8 +22,6 @@ def generate(**arguments: Any) -> Callable[[Engine], Any]:
 
 LATER: dict[str, Callable[[Engine], Any]] = {
     "set_internal_state": lambda e: e.set_internal_state(server_args={"max_running_requests": 2}),
-    "open_session": lambda e: e.open_session(10),
-    "close_session": lambda e: e.close_session("s"),
     "configure_logging": lambda e: e.client.configure_logging(
         requests.ConfigureLoggingReq(log_requests=True)
     ),
@@ -33,7 +31,6 @@ LATER: dict[str, Callable[[Engine], Any]] = {
     "stop_expert_distribution_record": lambda e: e.stop_expert_distribution_record(),
     "dump_expert_distribution_record": lambda e: e.dump_expert_distribution_record(),
     "encode": lambda e: e.encode("a"),
-    "session_params": generate(input_ids=[1], session_params={"id": "s"}),
     "lora": generate(input_ids=[1], lora="adapter"),
     "return_routed_experts": generate(input_ids=[1], return_routed_experts=True),
 }

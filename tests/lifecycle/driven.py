@@ -221,4 +221,5 @@ class Driven:
     def check(self) -> None:
         """It generates as it should, and nothing is left of anything."""
         self.right(self.engine.generate(input_ids=PROMPT, **FIELDS))
+        assert Tiny.state(self.engine)["sessions"] == {"count": 0, "tokens": 0, "live": 0}
         Tiny.all_back(self.engine)

@@ -28,11 +28,12 @@ OUTPUT: dict[str, Any] = {
         "weight_versions": [{"version": "", "start": 0, "end": 1}],
     },
 }
-SESSION = {"open_session": {"capacity_of_str_len": 8}, "close_session": {"session_id": "s"}}
 
 
 def act(driven: Driven, call: Call) -> Any:
     """Make the call on this thread, and return what it returns."""
+    if "session" in call.member or call.arguments == "session_params":
+        return _with_session(driven, call)
     if "distributed" in call.member:
         return _with_sender(driven, call)
     if call.member == "init_weights_update_group":
@@ -64,11 +65,27 @@ def _plain(driven: Driven, call: Call) -> Any:
     if call.member == "chat":
         return member(**CHAT, **FIELDS, **waiting)
     if call.member in ("generate", "async_generate"):
-        return _result(member(input_ids=PROMPT, **FIELDS, **waiting))
-    result = member(*_arguments(driven, call), **SESSION.get(call.member, {}))
+        return _result(member(input_ids=PROMPT, **FIELDS, **waiting, **_turn(call)))
+    result = member(*_arguments(driven, call))
     if call.member == "watch":
         result.remove()
     return result
+
+
+def _with_session(driven: Driven, call: Call) -> Any:
+    """The call's session is open when it is to be closed or continued, and closed afterwards."""
+    ended = driven.loop.closing
+    if not ended and call.member != "open_session":
+        driven.engine.open_session(64, str(call))
+    try:
+        return _plain(driven, call)
+    finally:
+        if not ended and call.member != "close_session":
+            driven.engine.close_session(str(call))
+
+
+def _turn(call: Call) -> dict[str, Any]:
+    return {"session_params": {"id": str(call)}} if call.arguments == "session_params" else {}
 
 
 def _result(value: Any) -> Any:
@@ -92,7 +109,7 @@ def _structs(driven: Driven, call: Call) -> list[Any]:
     if call.arguments == "EmbeddingReqInput":
         return [requests.EmbeddingReqInput(input_ids=PROMPT)]
     make: dict[str, Callable[[], Any]] = {
-        "generate_request": lambda: requests.GenerateReqInput(input_ids=PROMPT, **FIELDS),
+        "generate_request": lambda: requests.GenerateReqInput(input_ids=PROMPT, **FIELDS, **_turn(call)),
         "abort_request": lambda: "nobody",
         "drop_request_state": lambda: "nobody",
         "update_weights_from_tensor": lambda: requests.UpdateWeightsFromTensorReqInput(
@@ -102,8 +119,8 @@ def _structs(driven: Driven, call: Call) -> list[Any]:
         "get_weights_by_name": lambda: requests.GetWeightsByNameReqInput(name=NORM),
         "release_memory_occupation": lambda: requests.ReleaseMemoryOccupationReqInput(tags=call.tags or None),
         "resume_memory_occupation": lambda: requests.ResumeMemoryOccupationReqInput(tags=call.tags or None),
-        "open_session": lambda: requests.OpenSessionReqInput(capacity_of_str_len=8),
-        "close_session": lambda: requests.CloseSessionReqInput(session_id="s"),
+        "open_session": lambda: requests.OpenSessionReqInput(capacity_of_str_len=8, session_id=str(call)),
+        "close_session": lambda: requests.CloseSessionReqInput(session_id=str(call)),
         "configure_logging": lambda: requests.ConfigureLoggingReq(log_requests=True),
         "set_internal_state": lambda: requests.SetInternalStateReq(weight_version="x"),
     }
@@ -122,6 +139,8 @@ def _arguments(driven: Driven, call: Call) -> list[Any]:
         "update_weights_from_tensor": lambda: [driven.weights],
         "update_weights_from_disk": lambda: [driven.path],
         "get_weights_by_name": lambda: [NORM],
+        "open_session": lambda: [8, str(call)],
+        "close_session": lambda: [str(call)],
         "share_weights": lambda: [driven.module],
         "explain": lambda: [OUTPUT, driven.module],
         "watch": lambda: [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])],

@@ -91,7 +91,8 @@ UPDATES = ("update_weights_from_tensor", "update_weights_from_distributed", "upd
 GROUPS = ("init_weights_update_group", "destroy_weights_update_group")
 READS = ("get_weights_by_name", "weights_checksum", "named_parameters", "explain")
 EXPERTS = tuple(f"{verb}_expert_distribution_record" for verb in ("start", "stop", "dump"))
-LATER = ("open_session", "close_session", "start_profile", "stop_profile", *EXPERTS)
+SESSIONS = ("open_session", "close_session")
+LATER = ("start_profile", "stop_profile", *EXPERTS)
 STATUS = ("get_load", "get_internal_state", "flush_cache")
 ATTRIBUTES = (
     *("server_args", "model_config", "tokenizer", "model_path", "served_model_name", "is_generation"),
@@ -108,9 +109,11 @@ GENERATE = Table(
     [over, inside, moved, asleep, invalid, paused, draining, updating],
     [
         Row(
-            "`AsyncLLM.generate_request`; `Engine.generate`, `chat`, `async_generate` with `wait=True`",
+            "`AsyncLLM.generate_request`; `Engine.generate`, `chat`, `async_generate` with `wait=True`; also "
+            "as a turn of a session",
             [
                 *calls("AsyncLLM", "generate_request"),
+                *calls("AsyncLLM", "generate_request", arguments="session_params"),
                 *calls("Engine", "generate", "async_generate", "chat", arguments="wait=True"),
             ],
             {
@@ -120,9 +123,11 @@ GENERATE = Table(
             Outcome(OK, "runs at once"),
         ),
         Row(
-            "`Engine.generate`, `chat`, `async_generate`; `LLM.generate`, `generate_stream`",
+            "`Engine.generate`, `chat`, `async_generate`; `LLM.generate`, `generate_stream`; also as a turn "
+            "of a session",
             [
                 *calls("Engine", "generate", "async_generate", "chat"),
+                *calls("Engine", "generate", arguments="session_params"),
                 *calls("LLM", "generate", "generate_stream"),
             ],
             {
@@ -253,6 +258,12 @@ REST = Table(
             fine,
         ),
         Row(
+            "`open_session`; `close_session` (aborts a live turn)",
+            [*calls("AsyncLLM", *SESSIONS), *calls("Engine", *SESSIONS)],
+            after,
+            fine,
+        ),
+        Row(
             "`drop_request_state`, `mark_server_up`, `mark_server_unhealthy` (then requests are refused)",
             calls("AsyncLLM", "drop_request_state", "mark_server_up", "mark_server_unhealthy"),
             after,
@@ -280,7 +291,7 @@ REST = Table(
             lacking,
         ),
         Row(
-            "sessions, profiles, expert counts, embeddings and scores, `configure_logging`, "
+            "profiles, expert counts, embeddings and scores, `configure_logging`, "
             "`Engine.set_internal_state`",
             [
                 *calls("AsyncLLM", *LATER, "configure_logging"),

@@ -38,6 +38,10 @@ Weights may also come in pieces: `partial=True` with a `weight_version`. From th
 invalid, until pieces of that version together have brought every weight. A piece of another version starts
 over. `partial=True` without a version changes some weights of a valid set, which stays valid.
 
+Sessions are tokens, no KV: nothing on this page changes what one holds, and they are opened and closed at
+once in every state. A turn is a request like any other; one that a pause, an update, a wake or the session's
+end aborts is not kept. After an update, a release of `kv_cache` or a flush a turn computes its session again.
+
 ## How to read the tables
 
 Find the call, then go from left to right: **the first column that describes the engine and has an entry

@@ -19,6 +19,7 @@ from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.residents import GraphMemory, KVMemory, WeightsMemory
 from tokenspeed_rl.core.scheduler import Scheduler
 from tokenspeed_rl.core.weight_sync import WeightSync
+from tokenspeed_rl.lifecycle.sessions import Sessions
 from tokenspeed_rl.memory.region import TAGS
 from tokenspeed_rl.weights import Receipt
 
@@ -59,6 +60,9 @@ class EngineCore:
             version=lambda: version.label,
             control=lambda: self.life,
             log=self.log,
+        )
+        self.sessions = Sessions(
+            self.loop.lock, abort=lambda rid: self.loop.abort([rid], "its session was closed")
         )
         self.weights_memory = WeightsMemory(self.source, backup=config.weights_backup == "cpu")
         self.kv_memory = KVMemory(
@@ -131,6 +135,7 @@ class EngineCore:
                 "cached": self.cache.num_cached,
                 "idle": self.cache.num_idle,
             },
+            "sessions": self.sessions.snapshot(),
             **self.loop.stats.snapshot(),
         }
 

@@ -85,7 +85,8 @@ class EngineLoop:
         down; what `check` raises, under the lock, refuses them.
 
         Raises:
-            RequestError: an id is live already. EngineShutdownError, EngineDeadError. Nothing was queued.
+            RequestError, EngineStateError: as `LiveRequests.add`. EngineShutdownError, EngineDeadError.
+                Nothing was queued.
         """
         with self.lock:
             self.check_alive()
@@ -106,10 +107,13 @@ class EngineLoop:
             self.end(self.live.of(rids), message)
 
     def end(self, requests: Iterable[Request], message: str) -> None:
-        """Abort just these samples, whoever uses their ids by now; what is not live stays as it is."""
+        """Abort just these samples, whoever uses their ids by now; what is not live stays as it is, but a
+        session doesn't keep a turn of theirs."""
         if self.elsewhere:
             return
+        requests = list(requests)
         with self.lock:
+            _give_up_turns(requests)
             doomed = [request for request in requests if request in self.live]
             for request in doomed:
                 self.live.close(request, {"type": "abort", "message": message}, self._version())
@@ -117,11 +121,13 @@ class EngineLoop:
                 self._post(lambda: self._remove(doomed), None)
 
     def end_soon(self, requests: Iterable[Request], message: str) -> None:
-        """As `end`, before the next step. Changes nothing here and now, so a finaliser may call it: that can
-        run at any point of a thread, also where this one holds the lock."""
+        """As `end`, before the next step. Changes nothing here and now but that sessions are free, so a
+        finaliser may call it: that can run at any point of a thread, also where this one holds the lock."""
         if self.elsewhere:
             return
+        requests = list(requests)
         with self.lock:
+            _give_up_turns(requests)
             if self._cause is None and not self._closing:
                 self._post(lambda: self.end(requests, message), None)
 
@@ -281,6 +287,12 @@ class EngineLoop:
                 answer(future, _raiser(make_error()))
         for reply in unanswered:
             answer(reply, _raiser(make_error()))
+
+
+def _give_up_turns(requests: Iterable[Request]) -> None:
+    for request in requests:
+        if request.turn is not None:
+            request.turn.give_up()
 
 
 def _obey(command: Callable[[], Any], future: "Future[Any] | None") -> None:

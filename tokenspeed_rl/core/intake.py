@@ -10,6 +10,7 @@ from typing import Any
 from tokenspeed_rl.core.request import Request, Wants
 from tokenspeed_rl.core.seeds import draw_seed
 from tokenspeed_rl.errors import RequestError, UnavailableError
+from tokenspeed_rl.lifecycle.sessions import Sessions, Turn
 from tokenspeed_rl.requests import GenerateReqInput
 from tokenspeed_rl.sampling_params import SamplingParams
 
@@ -34,7 +35,12 @@ class Intake:
         return cls(vocab_size, context, tuple(eos_ids), tokenizer, seed, itertools.count(), itertools.count())
 
     def prepare(
-        self, obj: GenerateReqInput, *, capacity: int | None, publish: Callable[[Request], None]
+        self,
+        obj: GenerateReqInput,
+        *,
+        capacity: int | None,
+        publish: Callable[[Request], None],
+        sessions: Sessions | None = None,
     ) -> list[Request]:
         """All samples of `obj`, prompt-major, samples of a prompt adjacent.
 
@@ -42,16 +48,19 @@ class Intake:
             obj: as the caller gave it.
             capacity: tokens the KV cache holds; None: as yet unknown, so that nothing is too long for it.
             publish: whom to tell of progress.
+            sessions: those that a prompt may be a turn of; None: none is open.
 
         Raises:
-            RequestError, UnavailableError: nothing of it was queued.
+            RequestError, UnavailableError: nothing of it was queued. EngineStateError: its session has a
+                live turn.
         """
         _refuse_unavailable(obj)
         prompts = obj.split(vocab_size=self.vocab_size, has_tokenizer=self.tokenizer is not None)
+        turn = None if obj.session_params is None else _turn(prompts, sessions or Sessions())
         return [
             request
             for prompt_index, prompt in enumerate(prompts)
-            for request in self._samples(prompt, prompt_index, capacity, publish)
+            for request in self._samples(prompt, prompt_index, capacity, publish, turn)
         ]
 
     def _samples(
@@ -60,11 +69,15 @@ class Intake:
         prompt_index: int,
         capacity: int | None,
         publish: Callable[[Request], None],
+        turn: Turn | None,
     ) -> list[Request]:
         params = obj.sampling_params
         assert isinstance(params, SamplingParams) and isinstance(obj.rid, str)
-        tokens = self._tokens(obj)
+        former = () if turn is None else turn.tokens
+        tokens = [*former, *self._tokens(obj, special=not former)]
         max_new = self._room(len(tokens), params, capacity)
+        if turn is not None:
+            max_new = min(max_new, turn.room(len(tokens), params.max_new_tokens))
         if obj.logprob_start_len >= len(tokens):
             raise RequestError(
                 f"logprob_start_len must lie within the prompt of {len(tokens)} tokens",
@@ -90,15 +103,18 @@ class Intake:
                 banned_ids=tuple(sorted(stop_ids)),
                 created=created,
                 publish=publish,
+                turn=turn,
             )
             for index in range(params.n)
         ]
 
-    def _tokens(self, obj: GenerateReqInput) -> list[int]:
+    def _tokens(self, obj: GenerateReqInput, *, special: bool) -> list[int]:
+        """Ids as they are, or those of the text, with the tokenizer's own around them where `special`."""
         if obj.input_ids is not None:
             return list(obj.input_ids)  # type: ignore[arg-type]  # split() made it a flat sequence of ids
         try:
-            tokens = list(self.tokenizer(obj.text)["input_ids"])
+            options = {} if special else {"add_special_tokens": False}
+            tokens = list(self.tokenizer(obj.text, **options)["input_ids"])
         except Exception as error:  # a lone surrogate, say: kinds differ from tokenizer to tokenizer
             raise RequestError(
                 f"the tokenizer refuses the text: {error}", got=obj.text, fix="Pass text it can encode."
@@ -149,9 +165,21 @@ def _wants(obj: GenerateReqInput) -> Wants:
     )
 
 
+def _turn(prompts: Sequence[GenerateReqInput], sessions: Sessions) -> Turn:
+    """The turn that these prompts, of which there must be one, ask for."""
+    session, params = prompts[0].session_params, prompts[0].sampling_params
+    assert session is not None and isinstance(params, SamplingParams)
+    if len(prompts) > 1 or params.n > 1:
+        raise RequestError(
+            "a session has one live turn at a time: one prompt, with n=1",
+            got={"prompts": len(prompts), "n": params.n},
+            fix="Open a session for each, or make the calls one after the other.",
+        )
+    return sessions.turn(session["id"])
+
+
 def _refuse_unavailable(obj: GenerateReqInput) -> None:
     for name, asked in (
-        ("session_params", obj.session_params is not None),
         ("return_routed_experts", obj.return_routed_experts),
         ("lora", obj.lora is not None),
     ):

@@ -30,10 +30,11 @@ class LiveRequests:
         return iter(list(self._on_failure))
 
     def add(self, requests: Sequence[Request], on_failure: OnFailure) -> None:
-        """Take all of them in, or none.
+        """Take all of them in, or none; turns of sessions begin.
 
         Raises:
-            RequestError: an id is live already.
+            RequestError: an id is live already, or a session was closed. EngineStateError: a session goes on
+                otherwise.
         """
         if taken := {request.rid for request in requests} & self._by_rid.keys():
             raise RequestError(
@@ -41,9 +42,14 @@ class LiveRequests:
                 got=min(taken),
                 fix="Use it again after that one's end.",
             )
+        turns = [(request.turn, request.rid) for request in requests if request.turn is not None]
+        for turn, _ in turns:
+            turn.check()
         for request in requests:
             self._by_rid.setdefault(request.rid, []).append(request)
             self._on_failure[request] = on_failure
+        for turn, rid in turns:
+            turn.begin(rid)
 
     def of(self, rids: Iterable[str] | None) -> list[Request]:
         """The samples of these ids (None: all)."""
@@ -63,6 +69,8 @@ class LiveRequests:
         if not siblings:
             del self._by_rid[request.rid]
         del self._on_failure[request]
+        if request.turn is not None:
+            request.turn.end(None if reason["type"] == "abort" else request.tokens)
         if self._on_end is not None:
             self._on_end(request)
         request.publish(request)

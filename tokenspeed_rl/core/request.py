@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenspeed_rl.cache.prefix_cache import Node
 from tokenspeed_rl.core.text import IncrementalText
+from tokenspeed_rl.lifecycle.sessions import Turn
 from tokenspeed_rl.sampling_params import SamplingParams
 
 FinishReason = dict[str, Any]
@@ -71,6 +72,8 @@ class Request:
     created: float
     publish: Callable[["Request"], None]
     """Called on the loop's thread when there is news for whoever waits."""
+    turn: Turn | None = None
+    """Of a session, which its end continues."""
 
     status: Status = Status.NEW
     computed: int = 0
