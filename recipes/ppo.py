@@ -1,8 +1,9 @@
-"""PPO: a policy with a value head, an engine that reads its weights, rewards from a verifier.
+"""PPO: a policy with a value head, an engine that reads its weights, rewards from a verifier or a model.
 
 python recipes/ppo.py                     # a tiny policy learns to spell backwards in about two minutes
 python recipes/ppo.py model=smollm2       # SmolLM2-135M-Instruct
 python recipes/ppo.py seed=1 trainer.lr=3e-4 name=try
+python recipes/ppo.py reward=model reward.path=DIR   # a reward model, in a second engine
 """
 
 import copy
@@ -22,6 +23,7 @@ from tokenspeed_rl.recipes.actor import Actor
 from tokenspeed_rl.recipes.imitation import ImitationConfig, warm_start
 from tokenspeed_rl.recipes.memory import MemoryUse
 from tokenspeed_rl.recipes.policy import ModelConfig
+from tokenspeed_rl.recipes.reward import RewardConfig
 from tokenspeed_rl.recipes.run import Run, drawn
 from tokenspeed_rl.recipes.schema import EvaluationConfig, RolloutConfig, TrainerConfig, register
 from tokenspeed_rl.recipes.settings import launch, parse, setting
@@ -66,6 +68,7 @@ class PPORecipe:
     """Everything random follows from it."""
     model: ModelConfig = MISSING
     task: TaskConfig = MISSING
+    reward: RewardConfig = MISSING
     imitation: ImitationConfig = field(default_factory=ImitationConfig)
     """The warm start."""
     algorithm: PPOConfig = field(default_factory=PPOConfig)
@@ -168,18 +171,22 @@ def train(cfg: PPORecipe) -> dict[str, Any]:
     memory = MemoryUse()
     with Run(cfg, cfg.folder, columns=COLUMNS, curves=CURVES) as run:
         facts = warm_start(actor, task, tokenizer, cfg.imitation, run, seed=cfg.seed)
-        with Engine(model, tokenizer=tokenizer, config=cfg.engine) as engine:
+        with (
+            Engine(model, tokenizer=tokenizer, config=cfg.engine) as engine,
+            cfg.reward.open(task, tokenizer) as source,
+        ):
             ppo = PPO(actor, cfg)
             engine.watch(ppo.optimizer)  # it reads the actor's own weights, and only has to hear of changes
             engine.release_memory_occupation()  # and sleeps but where it generates
             rollouts = RolloutLoop(
                 engine.client,
-                task.reward,
+                source.reward,
                 sampling_params=params,
                 n=cfg.rollout.samples,
                 pad_token_id=tokenizer.pad_token_id,
                 seed=derive(cfg.seed, "rollouts"),
                 mask_truncated=cfg.rollout.mask_truncated,
+                reward_concurrency=source.concurrency,
             )
             with memory.generating(engine.resident()):
                 before = measure(engine, task, params, samples=cfg.evaluation.samples, seed=cfg.seed)
@@ -187,11 +194,11 @@ def train(cfg: PPORecipe) -> dict[str, Any]:
             bar = run.bar("PPO", cfg.trainer.steps)
             for step in range(1, cfg.trainer.steps + 1):
                 problems = task.draw("practice", cfg.rollout.prompts)
-                with memory.generating(engine.resident()):
+                with memory.generating(engine.resident()), source.resident():
                     batch = engine.llm.run(rollouts.collect(problems, step=step))
                 started = time.perf_counter()
                 with memory.phase("training"):
-                    metrics = ppo.learn(batch)
+                    metrics = ppo.learn(batch) | source.metrics(batch.samples)
                 run.log_rollout(step, batch, metrics, train=time.perf_counter() - started)
                 if step % cfg.evaluation.show_every == 0:
                     run.samples(f"step {step}", drawn(batch))

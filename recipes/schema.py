@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hydra.core.config_store import ConfigStore
 
 from tokenspeed_rl.recipes.policy import PretrainedModel, SmolLM2, TinyModel
+from tokenspeed_rl.recipes.reward import ModelReward, VerifierReward
 from tokenspeed_rl.recipes.settings import setting
 from tokenspeed_rl.recipes.task import TaskConfig
 from tokenspeed_rl.sampling_params import SamplingParams
@@ -71,6 +72,8 @@ GROUPS: tuple[tuple[str, str, type], ...] = (
     ("model", "tiny", TinyModel),
     ("model", "smollm2", SmolLM2),
     ("model", "pretrained", PretrainedModel),
+    ("reward", "verifier", VerifierReward),
+    ("reward", "model", ModelReward),
     ("task", "task", TaskConfig),
     ("rollout", "rollout", RolloutConfig),
     ("trainer", "trainer", TrainerConfig),

@@ -39,7 +39,8 @@ class AsyncLLM(WeightMembers, ControlMembers, SessionMembers, UnavailableMembers
 
     Args:
         model: a Hugging Face directory or hub id (safetensors), a transformers config (seeded random
-            weights), or a live transformers causal LM, whose parameters are then shared, not copied.
+            weights), or a live transformers model, whose parameters are then shared, not copied: a causal
+            LM, or a ForSequenceClassification or ForTokenClassification, which only scores.
         tokenizer: a transformers tokenizer; None takes the one in the model's directory, if there is one.
         config: settings; `overrides` are `EngineConfig` fields that win over it.
         process_group: reserved for tensor parallelism; only None in this version.
@@ -71,7 +72,7 @@ class AsyncLLM(WeightMembers, ControlMembers, SessionMembers, UnavailableMembers
         self.served_model_name = (
             self.server_args.served_model_name or self.model_path.rstrip("/").rpartition("/")[2]
         )
-        self.is_generation = True
+        self.is_generation = source.spec.head.generates
         self.is_image_gen = False
         self._finalizer = weakref.finalize(self, self._core.shutdown)
         _end_with_the_interpreter(self._finalizer)
@@ -96,10 +97,13 @@ class AsyncLLM(WeightMembers, ControlMembers, SessionMembers, UnavailableMembers
         consumer waits, `on_finish` is called on its event loop as each sample ends. Without `wait` what would
         keep it waiting is raised, as `require_runnable` does.
         """
-        if isinstance(obj, EmbeddingReqInput):
-            raise self.lacking("embeddings and scores")
-        if not isinstance(obj, GenerateReqInput):
-            raise RequestError("a request must be a GenerateReqInput", got=obj, fix="Pass that struct.")
+        if not isinstance(obj, GenerateReqInput | EmbeddingReqInput):
+            raise RequestError(
+                "a request must be a GenerateReqInput or an EmbeddingReqInput",
+                got=obj,
+                fix="Pass one of those structs.",
+            )
+        streams = isinstance(obj, GenerateReqInput) and obj.stream
         self.check_outside("generate")
         check_bool("wait", wait)
         core = self._core
@@ -111,7 +115,7 @@ class AsyncLLM(WeightMembers, ControlMembers, SessionMembers, UnavailableMembers
         if not wait:
             self.require_runnable()  # before anything is mapped for it
         core.life.check_shared()
-        progress = Progress(eager=obj.stream or on_finish is not None)
+        progress = Progress(eager=streams or on_finish is not None)
         requests = core.intake.prepare(
             obj, capacity=core.capacity(), publish=progress.publish, sessions=core.sessions
         )
@@ -120,7 +124,7 @@ class AsyncLLM(WeightMembers, ControlMembers, SessionMembers, UnavailableMembers
             requests,
             progress,
             self.tokenizer,
-            stream=obj.stream,
+            stream=streams,
             as_list=obj.is_batch,
             on_finish=on_finish,
             check=None if wait else core.life.require_runnable,

@@ -10,6 +10,7 @@ from tokenspeed_rl.async_llm import AsyncLLM
 from tokenspeed_rl.client_base import make_request
 from tokenspeed_rl.config import EngineConfig
 from tokenspeed_rl.engine_control import ControlVerbs
+from tokenspeed_rl.engine_scores import ScoreVerbs
 from tokenspeed_rl.engine_sessions import SessionVerbs
 from tokenspeed_rl.engine_weights import WeightVerbs
 from tokenspeed_rl.errors import RequestError
@@ -27,13 +28,14 @@ from tokenspeed_rl.unavailable import UnavailableVerbs
 Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
 
 
-class Engine(WeightVerbs, ControlVerbs, SessionVerbs, UnavailableVerbs):
+class Engine(WeightVerbs, ControlVerbs, ScoreVerbs, SessionVerbs, UnavailableVerbs):
     """Generates inside the trainer's process; any method may be called from any thread while another
     generates.
 
     Args:
         model: a Hugging Face directory or hub id (safetensors), a transformers config (seeded random
-            weights), or a live transformers causal LM, whose parameters are then shared, not copied.
+            weights), or a live transformers model, whose parameters are then shared, not copied: a causal
+            LM, or a ForSequenceClassification or ForTokenClassification, which only scores (`encode`).
         tokenizer: a transformers tokenizer; None takes the one in the model's directory, if there is one.
         config: settings; `overrides` are `EngineConfig` fields that win over it.
         process_group: reserved for tensor parallelism; only None in this version.
@@ -103,7 +105,7 @@ class Engine(WeightVerbs, ControlVerbs, SessionVerbs, UnavailableVerbs):
                 )
             return self.llm.generate_stream(obj, wait=wait)
         if use_tqdm:
-            return self._generate_with_bar(obj, timeout, wait)
+            return self.llm.generate_with_bar(obj, timeout, wait=wait)
         return self.llm.generate(obj, timeout, wait=wait)
 
     async def async_generate(
@@ -229,14 +231,3 @@ class Engine(WeightVerbs, ControlVerbs, SessionVerbs, UnavailableVerbs):
             return_logprob=logprob,
             stream=stream,
         )
-
-    def _generate_with_bar(self, obj: GenerateReqInput, timeout: float | None, wait: bool) -> Any:
-        from tqdm.auto import tqdm  # only where a bar is asked for
-
-        with tqdm(unit="sample") as bar:
-            stream = self.client.submit(obj, wait=wait, on_finish=lambda: bar.update(1))
-            try:
-                bar.total = stream.num_samples
-                return self.llm.run(stream.result(timeout))
-            finally:
-                stream.abandon()

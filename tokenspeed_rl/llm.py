@@ -91,6 +91,24 @@ class LLM:
         finally:
             stream.abandon()
 
+    def generate_with_bar(
+        self,
+        obj: GenerateReqInput | EmbeddingReqInput,
+        timeout: float | None = None,
+        *,
+        wait: bool = False,
+    ) -> Any:
+        """As `generate`, under a progress bar that counts samples."""
+        from tqdm.auto import tqdm  # only where a bar is asked for
+
+        with tqdm(unit="sample") as bar:
+            stream = self.async_llm.submit(obj, wait=wait, on_finish=lambda: bar.update(1))
+            try:
+                bar.total = stream.num_samples
+                return self.run(stream.result(timeout))
+            finally:
+                stream.abandon()
+
     def generate_stream(self, obj: GenerateReqInput, *, wait: bool = False) -> Iterator[dict[str, Any]]:
         """The messages of `generate_request`, one by one. Dropping the iterator aborts the request. Raises as
         `generate`."""

@@ -69,6 +69,9 @@ class EngineClient(Protocol):
         Yields one final result (a dict; a list of dicts for a list or `n > 1`), or with `obj.stream` single
         dicts as tokens come. Abandoning or cancelling the iteration aborts the request.
 
+        An `EmbeddingReqInput` gives `{"embedding": list, "meta_info": ...}` from a causal LM and `{"score":
+        ..., "meta_info": ...}` from a model that scores, which refuses to generate.
+
         Raises:
             RequestError: the request is malformed or can never be served; nothing of it was queued.
             EngineStateError: the engine was marked unhealthy, or the session has a live turn.

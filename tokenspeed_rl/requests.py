@@ -99,11 +99,20 @@ class GenerateReqInput:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class EmbeddingReqInput:
-    """Embed or score one prompt or a list of prompts. Exactly one of `text` and `input_ids` is given."""
+    """Embed or score one prompt or a list of prompts. Exactly one of `text` and `input_ids` is given.
+
+    A causal LM gives the last token's hidden state after the final norm, at length 1; a reward model
+    (`ForSequenceClassification`) the logits at the last token that is not the config's `pad_token_id`, as
+    transformers; a value model (`ForTokenClassification`) those at every token. One label is a float, more
+    are a list of floats.
+    """
 
     text: str | Sequence[str] | None = None
+    """Prompts to tokenise; needs a tokenizer."""
     input_ids: Sequence[int] | Sequence[Sequence[int]] | SupportsToList | None = None
+    """Prompts as token ids, used as they are."""
     rid: str | Sequence[str] | None = None
+    """Request id, a list for a list of prompts; None: random ones."""
 
     @property
     def is_batch(self) -> bool:

@@ -70,10 +70,6 @@ class UnavailableVerbs:
 
     client: UnavailableMembers
 
-    def encode(self, prompt: str | Sequence[str] | None = None, *, input_ids: Any = None) -> Any:
-        """Raises UnavailableError."""
-        raise self.client.lacking("encode")
-
     def set_internal_state(self, **fields: Any) -> list[bool]:
         """Raises UnavailableError."""
         raise self.client.lacking("set_internal_state")

@@ -130,3 +130,33 @@ def test_a_window_that_has_passed_the_fault_does_not_hide_it(tiny, make_engine, 
         input_ids=prompt, sampling_params=params, return_logprob=True, logprob_start_len=0
     )
     assert_faulty(result)
+
+
+@pytest.mark.parametrize("scored", [False, True], ids=["generated", "prompt logprobs too"])
+@pytest.mark.parametrize("chunk", [21, 22, 38, 2048])
+@pytest.mark.parametrize("first", ["clean", "bad"])
+def test_what_begins_alike_is_not_spoilt(tiny, poisoned, clean, make_engine, first, chunk, scored):
+    """F7: attention spreads the fault over the KV of its whole chunk, back to pages that a neighbour has in
+    common: that one is exact all the same, whoever computes those pages, and n samples of it too."""
+    engine = make_engine(poisoned, page_size=4, chunked_prefill_size=chunk)
+    prompts = {"clean": clean, "bad": [*clean[:20], POISON, *clean[20:]]}
+    order = [first, "bad" if first == "clean" else "clean"]
+    params = {"n": 2, "max_new_tokens": 2, "logit_bias": {POISON: -math.inf}}
+    start = {"logprob_start_len": 0} if scored else {}
+    for _ in range(2):
+        results = engine.generate(
+            input_ids=[prompts[name] for name in order],
+            sampling_params=params,
+            return_logprob=True,
+            **start,
+        )
+        for name, result in zip([order[0]] * 2 + [order[1]] * 2, results, strict=True):
+            if name == "bad":
+                assert_faulty(result)
+                continue
+            assert len(result["output_ids"]) == 2
+            assert tiny.gap(poisoned, clean, result) < 1e-4
+            if scored:
+                values = [value for value, _, _ in result["meta_info"]["input_token_logprobs"][1:]]
+                assert values == pytest.approx(tiny.ref_logprobs(poisoned, clean), abs=1e-4)
+    tiny.all_back(engine)

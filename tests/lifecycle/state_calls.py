@@ -64,6 +64,8 @@ def _plain(driven: Driven, call: Call) -> Any:
     waiting = {"wait": True} if call.arguments == "wait=True" else {}
     if call.member == "chat":
         return member(**CHAT, **FIELDS, **waiting)
+    if call.member == "encode":
+        return member(input_ids=PROMPT, **waiting)
     if call.member in ("generate", "async_generate"):
         return _result(member(input_ids=PROMPT, **FIELDS, **waiting, **_turn(call)))
     result = member(*_arguments(driven, call))

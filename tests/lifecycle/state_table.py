@@ -105,16 +105,17 @@ after: Mapping[Condition, Outcome] = {over: ended}
 alone = {**after, inside: in_update, updating: in_update}
 
 GENERATE = Table(
-    "Generate",
+    "Generate, embed, score",
     [over, inside, moved, asleep, invalid, paused, draining, updating],
     [
         Row(
-            "`AsyncLLM.generate_request`; `Engine.generate`, `chat`, `async_generate` with `wait=True`; also "
-            "as a turn of a session",
+            "`AsyncLLM.generate_request`; `Engine.generate`, `chat`, `async_generate`, `encode` with "
+            "`wait=True`; also as a turn of a session, or of an `EmbeddingReqInput`",
             [
                 *calls("AsyncLLM", "generate_request"),
                 *calls("AsyncLLM", "generate_request", arguments="session_params"),
-                *calls("Engine", "generate", "async_generate", "chat", arguments="wait=True"),
+                *calls("AsyncLLM", "generate_request", arguments="EmbeddingReqInput"),
+                *calls("Engine", "generate", "async_generate", "chat", "encode", arguments="wait=True"),
             ],
             {
                 **{over: ended, inside: in_iterator, moved: has_moved},
@@ -123,10 +124,10 @@ GENERATE = Table(
             Outcome(OK, "runs at once"),
         ),
         Row(
-            "`Engine.generate`, `chat`, `async_generate`; `LLM.generate`, `generate_stream`; also as a turn "
-            "of a session",
+            "`Engine.generate`, `chat`, `async_generate`, `encode`; `LLM.generate`, `generate_stream`; also "
+            "as a turn of a session",
             [
-                *calls("Engine", "generate", "async_generate", "chat"),
+                *calls("Engine", "generate", "async_generate", "chat", "encode"),
                 *calls("Engine", "generate", arguments="session_params"),
                 *calls("LLM", "generate", "generate_stream"),
             ],
@@ -291,12 +292,10 @@ REST = Table(
             lacking,
         ),
         Row(
-            "profiles, expert counts, embeddings and scores, `configure_logging`, "
-            "`Engine.set_internal_state`",
+            "profiles, expert counts, `configure_logging`, `Engine.set_internal_state`",
             [
                 *calls("AsyncLLM", *LATER, "configure_logging"),
-                *calls("AsyncLLM", "generate_request", arguments="EmbeddingReqInput"),
-                *calls("Engine", *LATER, "set_internal_state", "encode"),
+                *calls("Engine", *LATER, "set_internal_state"),
             ],
             after,
             lacking,

@@ -54,10 +54,16 @@ def test_a_config_written_as_a_file(tmp_path):
         (GPT2Config, {"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Qwen3ForCausalLM"]),
         (
             LlamaConfig,
-            {"architectures": ["LlamaForSequenceClassification"]},
-            ["LlamaForSequenceClassification"],
+            {"architectures": ["LlamaForQuestionAnswering"]},
+            ["LlamaForQuestionAnswering", "ForSequenceClassification"],
         ),
         (LlamaConfig, {"architectures": ["MyForCausalLM"]}, ["MyForCausalLM"]),
+        (LlamaConfig, {"architectures": ["Qwen2ForSequenceClassification"]}, ["Qwen2ForSeq"]),
+        (
+            LlamaConfig,
+            {"architectures": ["LlamaForTokenClassification"], "id2label": {}},
+            ["num_labels must be at least 1"],
+        ),
         (LlamaConfig, {"hidden_act": "tanh"}, ["hidden_act='tanh'", "silu"]),
         (LlamaConfig, {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
         (LlamaConfig, {"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
@@ -103,10 +109,23 @@ def test_all_faults_at_once():
     assert all(word in str(error.value) for word in ("hidden_act", "is_causal", "partial_rotary_factor"))
 
 
+HEADS = {
+    "causal": (transformers.AutoModelForCausalLM, {}),
+    "sequence": (transformers.AutoModelForSequenceClassification, {"num_labels": 1}),
+    "token": (transformers.AutoModelForTokenClassification, {"num_labels": 3}),
+    "token, no bias": (
+        transformers.AutoModelForTokenClassification,
+        {"num_labels": 1, "token_classification_bias": False},
+    ),
+}
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("tied", [True, False])
-def test_slots_are_the_parameters(family, tied):
+@pytest.mark.parametrize("head", HEADS)
+def test_slots_are_the_parameters(family, tied, head):
     """Every parameter of the transformers model has its slot part, of its shape, once; tied heads none."""
+    auto, options = HEADS[head]
     config = transformers.CONFIG_MAPPING[family.model_type](
         vocab_size=50,
         hidden_size=24,
@@ -116,10 +135,13 @@ def test_slots_are_the_parameters(family, tied):
         num_key_value_heads=2,
         head_dim=10,
         tie_word_embeddings=tied,
+        **options,
     )
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    parts = [part for slot in slots(spec_from_config(config)) for part in slot.parts]
+        model = auto.from_config(config)
+    spec = spec_from_config(config, live=type(model).__name__)
+    assert spec.architecture == type(model).__name__ and spec.head.generates == (head == "causal")
+    parts = [part for slot in slots(spec) for part in slot.parts]
     assert {part.hf_name: part.shape for part in parts} == {
         n: tuple(p.shape) for n, p in model.named_parameters()
     }
@@ -127,16 +149,31 @@ def test_slots_are_the_parameters(family, tied):
     assert len(set(names)) == len(names)
 
 
+def test_the_head_is_what_architectures_or_a_live_class_say():
+    """A config names its class; a live module is what it is, whatever its config names."""
+
+    def spec(*architectures, live=""):
+        return spec_from_config(LlamaConfig(architectures=list(architectures) or None, num_labels=4), live)
+
+    assert spec().head.reading == spec("LlamaForCausalLM").head.reading == "embedding"
+    rewards = spec("LlamaForSequenceClassification")
+    assert (rewards.head.reading, rewards.head.labels, rewards.head.bias) == ("score", 4, False)
+    values = spec("LlamaForCausalLM", live="LlamaForTokenClassification")
+    assert (values.head.reading, values.head.labels, values.head.bias) == ("values", 4, True)
+    assert spec("LlamaForTokenClassification", live="SomethingElse") == values
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_classes_are_those_of_transformers(family):
+@pytest.mark.parametrize("head", HEADS)
+def test_classes_are_those_of_transformers(family, head):
     """The classes that a live model may consist of are the ones transformers builds it from."""
     config = transformers.CONFIG_MAPPING[family.model_type](num_hidden_layers=1)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = HEADS[head][0].from_config(config)
     own = {
         type(module)
         for module in model.modules()
         if type(module).__module__.startswith("transformers.models")
     }
-    assert {cls.__name__ for cls in own} == module_classes(family.architecture)
+    assert {cls.__name__ for cls in own} == module_classes(type(model).__name__)
     assert all(inspect.getmodule(cls) is inspect.getmodule(type(model)) for cls in own)

@@ -29,6 +29,7 @@ LAYERS = [
         "client_sessions",
         "client_weights",
         "engine_control",
+        "engine_scores",
         "engine_sessions",
         "engine_weights",
         "explain",

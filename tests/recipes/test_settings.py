@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from transformers import Qwen3Config
 
 from tokenspeed_rl.recipes.ppo import PPORecipe
 from tokenspeed_rl.recipes.settings import complaint, one_line, parse
@@ -42,10 +43,13 @@ def test_recipes_compose(composer: Composer, name: str) -> None:
 @pytest.mark.parametrize("choice", OPTIONS)
 def test_options_compose(composer: Composer, tmp_path: Path, choice: str) -> None:
     """H14: every option of every group gives a whole, checked object."""
-    (tmp_path / "config.json").write_text("{}")
+    rewards = Qwen3Config(architectures=["Qwen3ForSequenceClassification"], num_labels=1)
+    rewards.save_pretrained(tmp_path)
     overrides = [choice.replace("preset", "model")]  # a preset is chosen by its model
     if choice.endswith("=pretrained"):
         overrides.append(f"model.path={tmp_path}")
+    if choice == "reward=model":
+        overrides.append(f"reward.path={tmp_path}")
     assert isinstance(parse(composer("ppo", *overrides), PPORecipe), PPORecipe)
 
 
@@ -88,6 +92,9 @@ WRONG = [
     ("'task.answer=(x'", "task.answer"),
     ("task.answer=x", "task.answer"),
     ("model=pretrained", "model.path"),
+    ("reward=model", "reward.path"),
+    ("reward=human", "reward/human"),
+    ("reward.path=somewhere", "reward.path"),
     ("nonsense", "nonsense"),
 ]
 

@@ -1,5 +1,6 @@
 """What one step computes, as decided by the scheduler: plain Python, no tensor."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tokenspeed_rl.core.request import Request
@@ -32,6 +33,18 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)
     forks: dict[Request, Request] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def sharers(self, chunk: Chunk) -> Iterator[Request]:
+        """Whose prompt this chunk completes: its request, and the forks of that."""
+        yield chunk.request
+        yield from (fork for fork, leader in self.forks.items() if leader is chunk.request)
+
+    @property
+    def readers(self) -> Iterator[Request]:
+        """Requests whose prompt this step completes, and that read it."""
+        for chunk in self.chunks:
+            if chunk.completes:
+                yield from (request for request in self.sharers(chunk) if request.wants.reading)
 
     @property
     def num_tokens(self) -> int:

@@ -50,6 +50,9 @@ class EngineCore:
             eos_ids=[i for i in self.source.eos_ids if i < spec.vocab_size],
             tokenizer=self.source.tokenizer,
             seed=config.seed,
+            reading=spec.head.reading,
+            labels=spec.head.labels,
+            pad_id=lambda: getattr(self.source.hf_config, "pad_token_id", None),
         )
         self.kv = _kv_cache(self.source, config, self.context)
         version = store.version

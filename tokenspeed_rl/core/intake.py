@@ -4,15 +4,17 @@ is queued."""
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tokenspeed_rl.core.request import Request, Wants
 from tokenspeed_rl.core.seeds import draw_seed
 from tokenspeed_rl.errors import RequestError, UnavailableError
 from tokenspeed_rl.lifecycle.sessions import Sessions, Turn
-from tokenspeed_rl.requests import GenerateReqInput
+from tokenspeed_rl.requests import EmbeddingReqInput, GenerateReqInput
 from tokenspeed_rl.sampling_params import SamplingParams
+
+NO_TOKENS = SamplingParams(max_new_tokens=0)
 
 
 @dataclass(slots=True)
@@ -25,18 +27,33 @@ class Intake:
     eos_ids: tuple[int, ...]
     tokenizer: Any
     seed: int
-    _numbers: "itertools.count[int]"
-    _arrivals: "itertools.count[int]"
+    reading: str
+    """What an `EmbeddingReqInput` reads."""
+    labels: int
+    """Numbers of a score; 0: the model generates."""
+    pad_id: Callable[[], int | None]
+    """The id behind whose last other one a sequence's score stands, as the model's config says it now."""
+    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    _arrivals: "itertools.count[int]" = field(default_factory=itertools.count)
 
     @classmethod
     def create(
-        cls, *, vocab_size: int, context: int, eos_ids: Sequence[int], tokenizer: Any, seed: int
+        cls,
+        *,
+        vocab_size: int,
+        context: int,
+        eos_ids: Sequence[int],
+        tokenizer: Any,
+        seed: int,
+        reading: str = "embedding",
+        labels: int = 0,
+        pad_id: Callable[[], int | None] = lambda: None,
     ) -> "Intake":
-        return cls(vocab_size, context, tuple(eos_ids), tokenizer, seed, itertools.count(), itertools.count())
+        return cls(vocab_size, context, tuple(eos_ids), tokenizer, seed, reading, labels, pad_id)
 
     def prepare(
         self,
-        obj: GenerateReqInput,
+        obj: GenerateReqInput | EmbeddingReqInput,
         *,
         capacity: int | None,
         publish: Callable[[Request], None],
@@ -54,13 +71,24 @@ class Intake:
             RequestError, UnavailableError: nothing of it was queued. EngineStateError: its session has a
                 live turn.
         """
+        reads = isinstance(obj, EmbeddingReqInput)
+        if isinstance(obj, EmbeddingReqInput):
+            obj = GenerateReqInput(
+                text=obj.text, input_ids=obj.input_ids, rid=obj.rid, sampling_params=NO_TOKENS
+            )
+        elif self.labels:
+            raise RequestError(
+                "this model scores and doesn't generate",
+                got="a GenerateReqInput",
+                fix="Pass an EmbeddingReqInput, or call encode().",
+            )
         _refuse_unavailable(obj)
         prompts = obj.split(vocab_size=self.vocab_size, has_tokenizer=self.tokenizer is not None)
         turn = None if obj.session_params is None else _turn(prompts, sessions or Sessions())
         return [
             request
             for prompt_index, prompt in enumerate(prompts)
-            for request in self._samples(prompt, prompt_index, capacity, publish, turn)
+            for request in self._samples(prompt, prompt_index, capacity, publish, turn, reads)
         ]
 
     def _samples(
@@ -70,11 +98,14 @@ class Intake:
         capacity: int | None,
         publish: Callable[[Request], None],
         turn: Turn | None,
+        reads: bool,
     ) -> list[Request]:
         params = obj.sampling_params
         assert isinstance(params, SamplingParams) and isinstance(obj.rid, str)
         former = () if turn is None else turn.tokens
-        tokens = [*former, *self._tokens(obj, special=not former)]
+        tokens, wants = [*former, *self._tokens(obj, special=not former)], _wants(obj)
+        if reads:
+            tokens, wants = self._read(tokens)
         max_new = self._room(len(tokens), params, capacity)
         if turn is not None:
             max_new = min(max_new, turn.room(len(tokens), params.max_new_tokens))
@@ -94,7 +125,7 @@ class Intake:
                 prompt_len=len(tokens),
                 tokens=list(tokens),
                 params=params,
-                wants=_wants(obj),
+                wants=wants,
                 priority=obj.priority,
                 arrival=next(self._arrivals),
                 draw_seed=draw_seed(params.seed, index, engine_seed=self.seed, number=number),
@@ -107,6 +138,17 @@ class Intake:
             )
             for index in range(params.n)
         ]
+
+    def _read(self, tokens: list[int]) -> tuple[list[int], Wants]:
+        """The tokens that a reading needs, and what it wants.
+
+        transformers scores a sequence at its last token that is no pad, or at its first if all are.
+        """
+        needed, pad = len(tokens), self.pad_id()
+        while self.reading == "score" and needed > 1 and tokens[needed - 1] == pad:
+            needed -= 1
+        padding = len(tokens) - needed
+        return tokens[:needed], Wants(reading=self.reading, labels=self.labels, padding=padding)
 
     def _tokens(self, obj: GenerateReqInput, *, special: bool) -> list[int]:
         """Ids as they are, or those of the text, with the tokenizer's own around them where `special`."""

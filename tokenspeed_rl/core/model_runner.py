@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tokenspeed_rl.cache.kv_cache import KVCache
 from tokenspeed_rl.core.batch import Chunk, StepPlan
+from tokenspeed_rl.core.reader import Rows, read
 from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.sampler import Sample, sample
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
@@ -23,11 +24,12 @@ PROMPT_LOGPROB_ROWS = 256
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step brought: draws per request, and logprobs of the prompt tokens it passed."""
+    """What a step brought: draws per request, logprobs of the prompt tokens it passed, and what was read."""
 
     draws: list[tuple[Request, Sample]]
     prompt_logprobs: list[tuple[Request, list[float]]]
     hidden_states: dict[Request, list[float]]
+    readings: list[tuple[Request, Rows]]
 
 
 class ModelRunner:
@@ -44,9 +46,10 @@ class ModelRunner:
         hidden = self.decoder.forward(self._batch(plan), self.kv)
         self.kv.copy_pages(plan.copies)
         prompt_logprobs = self._prompt_logprobs(plan, hidden)
+        readings = read(plan, hidden, self.decoder)
         rows, requests = self._due(plan)
         if not rows:
-            return StepOutcome([], prompt_logprobs, {})
+            return StepOutcome([], prompt_logprobs, {}, readings)
         ends = hidden[torch.tensor(list(dict.fromkeys(rows)), device=self.device)]
         logits = self.decoder.logits(ends)
         place = {row: number for number, row in enumerate(dict.fromkeys(rows))}
@@ -58,7 +61,7 @@ class ModelRunner:
             for row, request in zip(rows, requests, strict=True)
             if request.wants.hidden_states
         }
-        return StepOutcome(draws, prompt_logprobs, states)
+        return StepOutcome(draws, prompt_logprobs, states, readings)
 
     def _due(self, plan: StepPlan) -> tuple[list[int], list[Request]]:
         """Which requests draw after this step, each with its row of the hidden states.
@@ -71,9 +74,9 @@ class ModelRunner:
             end += chunk.count
             if not chunk.completes:
                 continue
-            forks = [fork for fork, leader in plan.forks.items() if leader is chunk.request]
-            rows += [end - 1] * (1 + len(forks))
-            requests += [chunk.request, *forks]
+            drawing = [request for request in plan.sharers(chunk) if request.wants.reading is None]
+            rows += [end - 1] * len(drawing)
+            requests += drawing
         return rows, requests
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
@@ -81,13 +84,7 @@ class ModelRunner:
         spans = [Chunk(r, r.computed, 1) for r in plan.decodes] + plan.chunks
         tokens = np.concatenate([_array(c.request.tokens[c.start : c.start + c.count]) for c in spans])
         positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in spans])
-        slots = np.concatenate(
-            [
-                _array(c.request.pages)[(at := np.arange(c.start, c.start + c.count)) // size] * size
-                + at % size
-                for c in spans
-            ]
-        )
+        slots = np.concatenate([_slots(c, size) for c in spans])
         chunks = plan.chunks
         return ForwardBatch(
             token_ids=self._put(tokens),
@@ -157,6 +154,16 @@ class ModelRunner:
 
     def _put(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _slots(chunk: Chunk, size: int) -> npt.NDArray[np.int64]:
+    """Where each token's KV goes; -1: nowhere, as it is in a page that another request has written, or does.
+    What isn't finite would spoil it for all."""
+    at, request = np.arange(chunk.start, chunk.start + chunk.count), chunk.request
+    slots = _array(request.pages)[at // size] * size + at % size
+    if request.spared:
+        slots[np.isin(at // size, request.spared)] = -1
+    return slots
 
 
 def _array(values: Sequence[int]) -> npt.NDArray[np.int64]:

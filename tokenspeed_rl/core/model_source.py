@@ -89,7 +89,7 @@ def open_model(model: Any, config: EngineConfig, tokenizer: Any) -> ModelSource:
     if isinstance(model, nn.Module):
         return _from_module(model, config, tokenizer)
     raise ConfigError(
-        "model must be a directory, a hub id, a transformers config or a live transformers causal LM",
+        "model must be a directory, a hub id, a transformers config or a live transformers model",
         got=model,
         fix="Pass Engine('org/name'), Engine(config) or Engine(model).",
     )
@@ -143,7 +143,9 @@ def _from_module(module: nn.Module, config: EngineConfig, tokenizer: Any) -> Mod
     hf_config = getattr(root, "config", None)
     first = next(root.parameters(), None)
     if not isinstance(hf_config, PretrainedConfig) or first is None:
-        raise ConfigError("a live model must be a transformers causal LM", got=type(root).__name__)
+        raise ConfigError(
+            "a live model must be a transformers causal LM, or one that scores", got=type(root).__name__
+        )
     dtype = str(first.dtype).removeprefix("torch.")
     if config.dtype not in ("auto", dtype):
         raise ConfigError(
@@ -160,7 +162,13 @@ def _from_module(module: nn.Module, config: EngineConfig, tokenizer: Any) -> Mod
         )
     eos = eos_token_ids(getattr(root, "generation_config", None), hf_config)
     source = _build(
-        hf_config, config, first.device, eos, path=getattr(root, "name_or_path", ""), dtype=first.dtype
+        hf_config,
+        config,
+        first.device,
+        eos,
+        path=getattr(root, "name_or_path", ""),
+        dtype=first.dtype,
+        live=type(root).__name__,
     )
     source.tokenizer = None if config.skip_tokenizer_init else tokenizer
     source.share(root)
@@ -175,8 +183,9 @@ def _build(
     *,
     path: str,
     dtype: torch.dtype | None = None,
+    live: str = "",
 ) -> ModelSource:
-    spec, memory = spec_from_config(hf_config), memory_for(device)
+    spec, memory = spec_from_config(hf_config, live), memory_for(device)
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise ConfigError(
             f"max_model_len exceeds the model's {spec.max_position} positions",

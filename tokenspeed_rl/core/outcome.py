@@ -21,6 +21,27 @@ def take_prompt_logprobs(outcome: StepOutcome, forks: Mapping[Request, Request])
             fork.prompt_logprobs = list(leader.prompt_logprobs)
 
 
+def take_readings(outcome: StepOutcome, forks: Mapping[Request, Request]) -> None:
+    """What was read in the step; a fork has its leader's values, also of one that was aborted meanwhile."""
+    fresh = dict(outcome.readings)
+    for fork, leader in forks.items():
+        if fork.wants.reading == "values":
+            fork.readings = [*leader.readings, *fresh[leader]]
+    for request, rows in fresh.items():
+        if not request.finished:
+            request.readings += rows
+
+
+def reason_to_end_reading(request: Request) -> FinishReason:
+    """How a request ends whose reading is complete: as one that asked for no token, unless what it read is
+    no number; then it has read nothing."""
+    if all(math.isfinite(value) for row in request.readings for value in row):
+        return {"type": "length", "length": 0}
+    what = "scores" if request.wants.labels else "hidden states"
+    request.readings = []
+    return {"type": "abort", "message": f"the model's {what} are not finite"}
+
+
 def fault_of(request: Request, drawn: Sample) -> str | None:
     """Why nothing can be drawn for this request, in words; None: it can."""
     if request.output_len == 0 and not all(map(math.isfinite, request.prompt_logprobs)):

@@ -21,13 +21,15 @@ def result(request: Request, tokenizer: Any, *, start: int = 0, text: str | None
         "index": request.index,
         "prompt_index": request.prompt_index,
         "finish_reason": request.finish_reason,
-        "prompt_tokens": request.prompt_len,
+        "prompt_tokens": request.prompt_len + request.wants.padding,
         "completion_tokens": request.output_len,
         "cached_tokens": request.cached_tokens or 0,
         "weight_version": version,
         "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in request.spans],
         "e2e_latency": (request.finished_at if request.finished else time.monotonic()) - request.created,
     }
+    if request.wants.reading is not None:
+        return {**_reading(request), "meta_info": meta}
     ids = request.tokens[request.prompt_len + start :]
     if request.finished:
         meta["prompt_ids"] = request.tokens[: request.prompt_len]
@@ -37,6 +39,18 @@ def result(request: Request, tokenizer: Any, *, start: int = 0, text: str | None
         "output_ids": ids,
         "meta_info": meta,
     }
+
+
+def _reading(request: Request) -> dict[str, Any]:
+    """An embedding or a score; of an aborted request what it has: none, or the values of the tokens before.
+
+    A score is a number where the model has one label, else a list of them; values are a list of scores.
+    """
+    wants, rows = request.wants, request.readings
+    if wants.reading == "embedding":
+        return {"embedding": rows[0] if rows else []}
+    scores: list[Any] = [row[0] for row in rows] if wants.labels == 1 else rows
+    return {"score": scores if wants.reading == "values" else scores[0] if scores else None}
 
 
 def _asked_for(request: Request, tokenizer: Any, ids: Sequence[int], start: int) -> dict[str, Any]:

@@ -36,6 +36,12 @@ class Wants:
     """The text of each token beside its logprob."""
     sampling_mask: bool = False
     hidden_states: bool = False
+    reading: str | None = None
+    """What to read off the prompt's hidden states, instead of generating; see `models.head.Reading`."""
+    labels: int = 0
+    """Numbers of a score; 0: it is an embedding."""
+    padding: int = 0
+    """Pad tokens that stood behind the prompt, and are not computed."""
 
 
 @dataclass(slots=True)
@@ -82,6 +88,12 @@ class Request:
     """Prefix-cache node of the last page kept there; None: not admitted."""
     kept_pages: int = 0
     """How many of `pages`, from the first, the prefix cache has."""
+    borrowed: bool = False
+    """Another request computed the KV of some of `pages`."""
+    spared: list[int] = field(default_factory=list)
+    """Numbers of `pages` that it computes anew in this step, and doesn't write: they are another's."""
+    alone: bool = False
+    """It borrows nothing and lends nothing: what it had borrowed may have been at fault."""
     mixed: bool = False
     """The weights changed since its KV was begun: kept under a pause, shared with nobody, given up last."""
     leader: "Request | None" = None
@@ -96,6 +108,8 @@ class Request:
     masks: list[list[int]] = field(default_factory=list)
     hidden_states: list[list[float]] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
+    readings: list[list[float]] = field(default_factory=list)
+    """Per token of the prompt that is read, so far, all under the same weights."""
     finish_reason: FinishReason | None = None
     finished_at: float = 0.0
     """Seconds of `time.monotonic`, as `created`."""
@@ -143,7 +157,10 @@ class Request:
 
     @property
     def reusable_prompt(self) -> int:
-        """How many leading tokens may come out of the cache: those whose logits nobody asked for."""
+        """How many leading tokens may come out of the cache: those of whose hidden states nobody asked for
+        anything."""
+        if self.alone or self.wants.reading == "values":
+            return 0
         limit = len(self.tokens) - 1
         return min(limit, self.wants.prompt_start) if self.wants_prompt_logprobs else limit
 

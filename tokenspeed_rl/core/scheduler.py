@@ -58,9 +58,19 @@ class Scheduler:
         self.running.remove(request)
         self._let_go(request)
         if request.output_len == 0:
-            request.prompt_logprobs = []  # the prompt starts over
+            request.prompt_logprobs, request.readings = [], []  # the prompt starts over
         self.num_retractions += 1
         self.add(request)
+
+    def distrust(self, request: Request) -> bool:
+        """What a running request computed is not finite: nobody may find its pages any more. Where the fault
+        may be of KV that it borrowed, it starts over, and computes all itself; False: it is its own."""
+        self.cache.forget(request.pages)
+        if request.alone or not request.borrowed:
+            return False
+        request.alone = True
+        self.retract(request)
+        return True
 
     def retract_all(self) -> None:
         """Back to the queue with everything that runs."""
@@ -69,7 +79,11 @@ class Scheduler:
                 self.retract(request)
 
     def freeze(self) -> None:
-        """The weights change and what runs keeps its KV, computed under the old ones: `Request.mixed`."""
+        """The weights change and what runs keeps its KV, computed under the old ones: `Request.mixed`. What
+        reads its prompt starts over: it has nothing to lose, and is to be of one version."""
+        for request in [r for r in self.running if r.wants.reading]:
+            if request.status is Status.RUNNING:
+                self.retract(request)
         for request in self.running:
             request.mixed = request.mixed or request.computed > 0 or request.leader is not None
 
@@ -179,6 +193,7 @@ class Scheduler:
         request.pages = pages + fresh
         request.node = node
         request.kept_pages = len(pages)
+        request.borrowed = bool(pages)
         request.computed = len(pages) * self.page_size
         if request.cached_tokens is None:
             request.cached_tokens = request.computed
@@ -186,13 +201,18 @@ class Scheduler:
 
     def _keep_pages(self, request: Request, end: int) -> None:
         """Make the pages that tokens before `end` fill findable in the prefix cache."""
-        if request.mixed:
+        request.spared.clear()
+        if request.mixed or request.alone or request.wants.reading == "values":  # nobody is to use those
             return
         node, size = request.node, self.page_size
         assert node is not None
         for number in range(request.kept_pages, end // size):
             key = tuple(request.tokens[number * size : (number + 1) * size])
-            node, request.pages[number] = self.cache.insert(node, key, request.pages[number])
+            own = request.pages[number]
+            node, request.pages[number] = self.cache.insert(node, key, own)
+            if request.pages[number] != own:
+                request.spared.append(number)
+                request.borrowed = True
         request.node = node
         request.kept_pages = end // size
 
@@ -210,6 +230,7 @@ class Scheduler:
                 self.cache.pool.share(page)
             request.pages = leader.pages[:full] + fresh
             request.node, request.kept_pages, request.mixed = leader.node, full, leader.mixed
+            request.borrowed = leader.borrowed
             request.computed = request.cached_tokens = request.prompt_len
             plan.forks[request] = leader
             plan.copies += [(leader.pages[full], page) for page in fresh]
@@ -227,3 +248,4 @@ class Scheduler:
         request.followers = []
         self.cache.release(request.pages)
         request.pages, request.node, request.computed, request.kept_pages = [], None, 0, 0
+        request.borrowed = False

@@ -19,15 +19,15 @@ class Stats:
     step_seconds: float = 0.0
     """Time spent in steps, scheduling and sampling included."""
     last_output: float = field(default=0.0)
-    """Epoch seconds of the last drawn token."""
+    """Epoch seconds of the last drawn token, or the last reading."""
 
-    def count_step(self, plan: StepPlan, drawn: int, seconds: float) -> None:
-        """Add one step."""
+    def count_step(self, plan: StepPlan, drawn: int, seconds: float, *, read: int = 0) -> None:
+        """Add one step, in which `drawn` tokens came, and something was read for `read` requests."""
         self.steps += 1
         self.prefill_tokens += sum(chunk.count for chunk in plan.chunks)
         self.output_tokens += drawn
         self.step_seconds += seconds
-        if drawn:
+        if drawn or read:
             self.last_output = time.time()
 
     def snapshot(self) -> dict[str, Any]:

@@ -10,9 +10,16 @@ from typing import Any, Protocol
 from tokenspeed_rl.core.batch import StepPlan
 from tokenspeed_rl.core.live_requests import LiveRequests
 from tokenspeed_rl.core.model_runner import ModelRunner, StepOutcome
-from tokenspeed_rl.core.outcome import fault_of, reason_to_end, take_draw, take_prompt_logprobs
+from tokenspeed_rl.core.outcome import (
+    fault_of,
+    reason_to_end,
+    reason_to_end_reading,
+    take_draw,
+    take_prompt_logprobs,
+    take_readings,
+)
 from tokenspeed_rl.core.request import FinishReason, Request
-from tokenspeed_rl.core.sampler import Sample
+from tokenspeed_rl.core.sampler import NOT_FINITE, Sample
 from tokenspeed_rl.core.scheduler import Scheduler
 from tokenspeed_rl.core.stats import Stats
 
@@ -63,11 +70,14 @@ class Stepper:
         self.scheduler.advance(plan)
         with self._lock:
             take_prompt_logprobs(outcome, plan.forks)
+            take_readings(outcome, plan.forks)
+            for request in plan.readers:  # before anybody draws: a draw makes its prompt longer
+                self._finish_reading(request)
             version = self._version()
             for request, sample in outcome.draws:
                 self._accept(request, sample, version, outcome.hidden_states.get(request))
         drawn = sum(request.max_new_tokens > 0 for request, _ in outcome.draws)
-        self.stats.count_step(plan, drawn, time.perf_counter() - started)
+        self.stats.count_step(plan, drawn, time.perf_counter() - started, read=len(outcome.readings))
         for observer in self._observers:
             observer.ended(plan, outcome)
 
@@ -76,12 +86,21 @@ class Stepper:
         if self._live.close(request, reason, self._version()):
             self.scheduler.remove(request)
 
+    def _finish_reading(self, request: Request) -> None:
+        if request not in self._live:  # as below
+            return
+        reason = reason_to_end_reading(request)
+        if reason["type"] == "abort" and self.scheduler.distrust(request):
+            return
+        self.end(request, reason)
+
     def _accept(self, request: Request, drawn: Sample, version: str, hidden: list[float] | None) -> None:
         if request not in self._live:  # ended while the step ran, by an abort or by shutdown
             return
         fault = fault_of(request, drawn)
         if fault is not None:
-            self.scheduler.cache.forget(request.pages)
+            if fault == NOT_FINITE and self.scheduler.distrust(request):
+                return
             self.end(request, {"type": "abort", "message": fault})
             return
         if request.max_new_tokens > 0:

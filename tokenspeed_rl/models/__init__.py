@@ -2,8 +2,18 @@
 
 from tokenspeed_rl.models.decoder import Decoder
 from tokenspeed_rl.models.families import FAMILIES, module_classes
+from tokenspeed_rl.models.head import Head, Reading
 from tokenspeed_rl.models.registry import spec_from_config
 from tokenspeed_rl.models.slots import slots
 from tokenspeed_rl.models.spec import DecoderSpec
 
-__all__ = ["FAMILIES", "Decoder", "DecoderSpec", "module_classes", "slots", "spec_from_config"]
+__all__ = [
+    "FAMILIES",
+    "Decoder",
+    "DecoderSpec",
+    "Head",
+    "Reading",
+    "module_classes",
+    "slots",
+    "spec_from_config",
+]

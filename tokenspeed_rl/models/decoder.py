@@ -53,7 +53,8 @@ _SUFFIXES = (
 
 
 class Decoder:
-    """A causal language model over a paged cache. Holds no weights: it looks them up by slot at each forward.
+    """A language or scoring model over a paged cache. Holds no weights: it looks them up by slot at each
+    forward.
 
     Used by one thread, under ``torch.no_grad``.
     """
@@ -127,6 +128,13 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden_size] -> [N, vocab_size] float32."""
         return linear(hidden, self._one("embed" if self.spec.tied else "lm_head")).float()
+
+    def read(self, hidden: Tensor) -> Tensor:
+        """[N, hidden_size] -> float32: the scores [N, labels] of a head that scores; of a language model
+        each row at length 1, [N, hidden_size]."""
+        if self.spec.head.generates:
+            return F.normalize(hidden.float(), dim=-1)
+        return project(hidden, self._weights["score.weight"], self._weights.get("score.bias")).float()
 
     def _one(self, name: str) -> Tensor:
         return self._weights[name][0]

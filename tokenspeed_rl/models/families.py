@@ -7,7 +7,7 @@ from typing import Any
 from tokenspeed_rl.models import llama, mistral, qwen2, qwen3
 from tokenspeed_rl.models.hf_config import Options
 
-_PARTS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+_PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,8 @@ class Family:
 
     @property
     def classes(self) -> frozenset[str]:
-        """Names of the transformers classes that compute what the decoder does; activations aside."""
+        """Names of the transformers classes that compute what the decoder does, without head; activations
+        aside."""
         return frozenset(self.name + part for part in _PARTS)
 
 
@@ -39,5 +40,7 @@ FAMILIES = (
 
 
 def module_classes(architecture: str) -> frozenset[str]:
-    """Names of the transformers classes that a live model of the architecture is made of."""
-    return next(family.classes for family in FAMILIES if family.architecture == architecture)
+    """Names of the transformers classes that a live model of the architecture is made of, its own among
+    them."""
+    (classes,) = (each.classes for each in FAMILIES if architecture.startswith(f"{each.name}For"))
+    return classes | {architecture}

@@ -13,17 +13,25 @@ def layer_slot(layer: int, suffix: str) -> str:
 
 def slots(spec: DecoderSpec) -> tuple[Slot, ...]:
     """Every slot of the decoder, in the order of the forward."""
-    head = () if spec.tied else (_slot("lm_head", "lm_head.weight", spec.vocab_size, spec.hidden_size),)
     return (
         _slot("embed", "model.embed_tokens.weight", spec.vocab_size, spec.hidden_size),
         *(slot for layer in range(spec.num_layers) for slot in _layer(spec, layer)),
         _slot("norm", "model.norm.weight", spec.hidden_size),
-        *head,
+        *_head(spec),
     )
 
 
 def _slot(name: str, hf_name: str, *shape: int) -> Slot:
     return Slot(name, (Part(hf_name, shape),))
+
+
+def _head(spec: DecoderSpec) -> Iterator[Slot]:
+    if spec.head.labels:
+        yield _slot("score.weight", "score.weight", spec.head.labels, spec.hidden_size)
+        if spec.head.bias:
+            yield _slot("score.bias", "score.bias", spec.head.labels)
+    elif not spec.tied:
+        yield _slot("lm_head", "lm_head.weight", spec.vocab_size, spec.hidden_size)
 
 
 def _layer(spec: DecoderSpec, layer: int) -> Iterator[Slot]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tokenspeed_rl.layers.rope import RopeSpec
+from tokenspeed_rl.models.head import CAUSAL, Head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -10,7 +11,7 @@ class DecoderSpec:
     """Shape and options of a decoder-only transformer with RMS norms, rotary positions and a gated MLP."""
 
     architecture: str
-    """The transformers causal-LM class, such as ``LlamaForCausalLM``."""
+    """The transformers class, such as ``LlamaForCausalLM``."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -27,9 +28,10 @@ class DecoderSpec:
     activation: str
     """Name of the gate's activation, a key of ``layers.mlp.ACTIVATIONS``."""
     tied: bool
-    """The output head is the embedding."""
+    """The output head is the embedding, and there is one."""
     windows: tuple[int | None, ...]
     """Sliding window per layer: a query sees itself and ``window - 1`` tokens before; None: all before."""
     max_position: int
     """Positions that the model was made for."""
     rope: RopeSpec
+    head: Head = CAUSAL

@@ -13,7 +13,7 @@ FUSED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "
 
 _WRAPPERS = frozenset({"module", "_orig_mod"})  # data parallel and compile wrappers, at any depth
 _ADAPTER_PREFIX = ("base_model", "model")
-_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+_HEAD, _EMBEDDING, _SCORE = "lm_head.weight", "embed_tokens.weight", "score.weight"
 _DERIVED = "rotary_emb.inv_freq"  # older checkpoints carry it; it follows from the config
 _SHOWN = 3
 
@@ -92,7 +92,8 @@ class NameMap:
     """Resolves any spelling of a weight's name to its place in the slots.
 
     Understood: Hugging Face names, fused names (``qkv_proj``, ``gate_up_proj``), slot names, each behind any
-    of the wrappers' prefixes; and ``lm_head.weight`` of a model without a head of its own: the embedding.
+    of the wrappers' prefixes; and ``lm_head.weight`` of a language model without a head of its own: the
+    embedding.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -107,7 +108,7 @@ class NameMap:
                 self._targets[part.hf_name] = Target(slot, i, i + 1)
                 if is_embedding(part.hf_name):
                     self.embedding = part.hf_name
-        self.tied = self.embedding != "" and _HEAD not in self._targets
+        self.tied = self.embedding != "" and self._targets.keys().isdisjoint((_HEAD, _SCORE))
         if self.tied:
             self._targets[_HEAD] = self._targets[self.embedding]
 

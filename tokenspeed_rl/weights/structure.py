@@ -16,6 +16,8 @@ from tokenspeed_rl.weights.store import WeightStore
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 _HARMLESS_HOOKS = frozenset({"output_capturing_hook", "make_inputs_require_grads"})
 """Forward hooks that transformers leaves on modules and that change no value: they record, or mark."""
+_STATELESS = (nn.ModuleList, nn.Dropout)
+"""Modules of torch's own that transformers' models have beside those with weights."""
 _SHOWN = 3
 
 
@@ -32,19 +34,20 @@ def check_module(root: nn.Module, classes: Collection[str], store: WeightStore) 
     Refused: classes other than the family's, forward hooks and pre-hooks, a `forward` of an instance's own,
     parametrised or replaced projections, adapters and any other parameter that is no weight of the model,
     missing or mis-shaped weights, quantised, sharded, meta or freed tensors, another dtype or device than the
-    store's. Accepted, as they leave forward values alone: backward hooks, train mode, gradient checkpointing,
-    frozen parameters, the hooks by which transformers records hidden states.
+    store's. Accepted, as they leave forward values alone: backward hooks, gradient checkpointing, frozen
+    parameters, the hooks by which transformers records hidden states; and train mode: what the engine
+    computes is what the module does in eval mode, without dropout.
 
     Args:
-        root: a transformers causal LM, unwrapped.
-        classes: names of the transformers classes that the family is made of, such as ``Qwen3Attention``.
+        root: a transformers model with its head, unwrapped.
+        classes: names of the transformers classes that the model is made of, such as ``Qwen3Attention``.
         store: its slots, dtype and device.
 
     Raises:
         ConfigError: the number of faults and the first few, by module or parameter name.
     """
-    if not (_is_of(root, classes) and type(root).__name__.endswith("ForCausalLM")):
-        known = ", ".join(sorted(name for name in classes if name.endswith("ForCausalLM")))
+    if not (_is_of(root, classes) and "For" in type(root).__name__):
+        known = ", ".join(sorted(name for name in classes if "For" in name))
         raise ConfigError(
             f"the module to share must be exactly a transformers {known}",
             got=type(root),
@@ -74,7 +77,7 @@ def _module_faults(root: nn.Module, classes: Collection[str], slots: Collection[
             plain = type(module) in (nn.Linear, nn.Embedding) or _is_of(module, classes)
             if not plain or not type(module).__name__.endswith(expected):
                 yield f"{shown} is {_full_name(module)}, not a plain {expected}"
-        elif type(module) is not nn.ModuleList and not _is_of(module, classes):
+        elif type(module) not in _STATELESS and not _is_of(module, classes):
             yield f"{shown} is {_full_name(module)}, which the engine does not know"
         yield from _overrides(shown, module)
 
