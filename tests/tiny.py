@@ -15,17 +15,26 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tokenspeed_rl import Engine
 
-CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "moe": Qwen3MoeConfig,
+    "mixtral": MixtralConfig,
+}
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -41,6 +50,10 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+EXPERTS: dict[str, dict[str, Any]] = {
+    "moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 4},
+}
 POSTED_WITHIN = 20.0
 
 
@@ -49,11 +62,13 @@ class Tiny:
 
     @staticmethod
     def config(family: str = "llama", **changes: Any) -> PretrainedConfig:
-        return CONFIGS[family](**{**SIZES, **changes})
+        return CONFIGS[family](**{**SIZES, **EXPERTS.get(family, {}), **changes})
 
     @staticmethod
     def model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
-        """Random weights, norms and biases included; without an EOS id unless `changes` has one."""
+        """Random weights, norms and biases included; without an EOS id unless `changes` has one.
+
+        Family "moe" is Qwen3-MoE."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(Tiny.config(family, **changes)).eval()
@@ -100,6 +115,15 @@ class Tiny:
     def logits(model: PreTrainedModel, ids: Sequence[int]) -> Tensor:
         """[len(ids), V] float64: row i is what follows ids[: i + 1]."""
         return model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].double()
+
+    @staticmethod
+    @torch.no_grad()
+    def experts(model: PreTrainedModel, ids: Sequence[int]) -> list[list[list[int]]]:
+        """[len(ids), layers with experts, k]: each token's experts by router logits, likeliest first."""
+        found = model(input_ids=torch.tensor([list(ids)]), use_cache=False, output_router_logits=True)
+        k = model.config.num_experts_per_tok
+        chosen = [logits.double().softmax(-1).topk(k).indices for logits in found.router_logits]
+        return torch.stack(chosen, 1).tolist()
 
     @staticmethod
     def ref_logprobs(model: PreTrainedModel, ids: Sequence[int], temperature: float = 1.0) -> list[float]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from tokenspeed_rl.client_control import ControlMembers
+from tokenspeed_rl.client_experts import ExpertMembers
 from tokenspeed_rl.client_sessions import SessionMembers
 from tokenspeed_rl.client_weights import WeightMembers
 from tokenspeed_rl.config import EngineConfig, from_overrides
@@ -34,7 +35,9 @@ from tokenspeed_rl.unavailable import UnavailableMembers
 R = TypeVar("R")
 
 
-class AsyncLLM(WeightMembers, ControlMembers, SessionMembers, UnavailableMembers, EngineClient):
+class AsyncLLM(
+    WeightMembers, ControlMembers, ExpertMembers, SessionMembers, UnavailableMembers, EngineClient
+):
     """An engine, for callers on any number of event loops and threads.
 
     Args:

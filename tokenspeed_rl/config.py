@@ -71,6 +71,9 @@ class EngineConfig:
     """Load no tokenizer: prompts are token ids and `text` is ""."""
     load_format: str = "auto"
     """"auto" and "safetensors" read safetensors files; "dummy": seeded random weights, every byte written."""
+    expert_distribution_dir: str | None = None
+    """Folder for dumps of expert distribution, one JSON file each, mode 0600; None: they are only kept in the
+    internal state."""
     log_level: str = "warning"
     """From which level on this engine's messages reach the `tokenspeed_rl` logger's handlers: debug, info,
     warning, error or critical."""
@@ -180,7 +183,7 @@ def _wrong_values(config: EngineConfig) -> list[tuple[str, str]]:
     require("reserve_bytes", _at_least(config.reserve_bytes, 0), "at least 0", "0 reserves nothing.")
     seed_fits = _at_least(config.seed, 0) and config.seed < 2**63
     require("seed", seed_fits, "in 0 .. 2**63 - 1", "Any such number will do.")
-    for name in ("weight_version", "model_path", "revision", "served_model_name"):
+    for name in ("weight_version", "model_path", "revision", "served_model_name", "expert_distribution_dir"):
         require(name, getattr(config, name) != "", "a non-empty string", "Leave it out for the default.")
     return problems
 

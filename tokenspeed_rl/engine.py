@@ -10,6 +10,7 @@ from tokenspeed_rl.async_llm import AsyncLLM
 from tokenspeed_rl.client_base import make_request
 from tokenspeed_rl.config import EngineConfig
 from tokenspeed_rl.engine_control import ControlVerbs
+from tokenspeed_rl.engine_experts import ExpertVerbs
 from tokenspeed_rl.engine_scores import ScoreVerbs
 from tokenspeed_rl.engine_sessions import SessionVerbs
 from tokenspeed_rl.engine_weights import WeightVerbs
@@ -28,7 +29,7 @@ from tokenspeed_rl.unavailable import UnavailableVerbs
 Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
 
 
-class Engine(WeightVerbs, ControlVerbs, ScoreVerbs, SessionVerbs, UnavailableVerbs):
+class Engine(WeightVerbs, ControlVerbs, ScoreVerbs, SessionVerbs, ExpertVerbs, UnavailableVerbs):
     """Generates inside the trainer's process; any method may be called from any thread while another
     generates.
 

@@ -55,7 +55,10 @@ class GenerateReqInput:
     return_sampling_mask: bool = False
     """Return the ids that top-k, top-p and min-p kept, per token."""
     return_routed_experts: bool = False
-    """Return each token's experts, [tokens, layers, k]."""
+    """Return each token's experts, [tokens, layers, k], likeliest first (-1: a layer without experts).
+
+    Row p is of token p of prompt and output, in the forward that led to the draw of token p + 1; so the last
+    token has none."""
     return_hidden_states: bool = False
     """Return the last hidden state of each token."""
     stream: bool = False

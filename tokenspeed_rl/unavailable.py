@@ -52,18 +52,6 @@ class UnavailableMembers(ClientBase):
         """Raises UnavailableError."""
         raise self.lacking("stop_profile")
 
-    async def start_expert_distribution_record(self) -> None:
-        """Raises UnavailableError."""
-        raise self.lacking("start_expert_distribution_record")
-
-    async def stop_expert_distribution_record(self) -> None:
-        """Raises UnavailableError."""
-        raise self.lacking("stop_expert_distribution_record")
-
-    async def dump_expert_distribution_record(self) -> None:
-        """Raises UnavailableError."""
-        raise self.lacking("dump_expert_distribution_record")
-
 
 class UnavailableVerbs:
     """The same members as an engine's blocking verbs."""
@@ -81,15 +69,3 @@ class UnavailableVerbs:
     def stop_profile(self) -> Any:
         """Raises UnavailableError."""
         raise self.client.lacking("stop_profile")
-
-    def start_expert_distribution_record(self) -> None:
-        """Raises UnavailableError."""
-        raise self.client.lacking("start_expert_distribution_record")
-
-    def stop_expert_distribution_record(self) -> None:
-        """Raises UnavailableError."""
-        raise self.client.lacking("stop_expert_distribution_record")
-
-    def dump_expert_distribution_record(self) -> None:
-        """Raises UnavailableError."""
-        raise self.client.lacking("dump_expert_distribution_record")

@@ -27,7 +27,9 @@ class NoTokens:
 
 
 def intake(tokenizer: Any = None, seed: int = 0) -> Intake:
-    return Intake.create(vocab_size=VOCAB, context=CONTEXT, eos_ids=EOS, tokenizer=tokenizer, seed=seed)
+    return Intake.create(
+        vocab_size=VOCAB, context=CONTEXT, eos_ids=EOS, tokenizer=tokenizer, seed=seed, has_experts=True
+    )
 
 
 def prepare(tokenizer: Any = None, *, capacity: int = 1000, **fields: Any) -> list[Request]:
@@ -177,9 +179,10 @@ ARRIVES: dict[str, tuple[Any, Callable[[Request], Any], Any]] = {
     "return_text_in_logprobs": (True, lambda r: r.wants.text, True),
     "return_sampling_mask": (True, lambda r: r.wants.sampling_mask, True),
     "return_hidden_states": (True, lambda r: r.wants.hidden_states, True),
+    "return_routed_experts": (True, lambda r: r.wants.routed_experts, True),
     "priority": (3, lambda r: r.priority, 3),
 }
-REFUSED = {"return_routed_experts": True, "lora": "adapter"}
+REFUSED = {"lora": "adapter"}
 OF_THE_CALL = {"stream"}
 """How results are handed over, whatever the samples are."""
 OF_ONE_SAMPLE = {"session_params"}

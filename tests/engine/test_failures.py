@@ -29,7 +29,7 @@ class Broken(RuntimeError):
 
 
 def break_forward(engine: Engine) -> None:
-    def forward(*_: Any) -> Any:
+    def forward(*_: Any, **__: Any) -> Any:
         raise Broken("in the forward")
 
     engine.client._core.source.decoder.forward = forward  # type: ignore[method-assign]

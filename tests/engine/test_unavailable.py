@@ -27,11 +27,7 @@ LATER: dict[str, Callable[[Engine], Any]] = {
     ),
     "start_profile": lambda e: e.start_profile(),
     "stop_profile": lambda e: e.stop_profile(),
-    "start_expert_distribution_record": lambda e: e.start_expert_distribution_record(),
-    "stop_expert_distribution_record": lambda e: e.stop_expert_distribution_record(),
-    "dump_expert_distribution_record": lambda e: e.dump_expert_distribution_record(),
     "lora": generate(input_ids=[1], lora="adapter"),
-    "return_routed_experts": generate(input_ids=[1], return_routed_experts=True),
 }
 
 

@@ -19,6 +19,8 @@ from tokenspeed_rl.errors import TokenSpeedError, WeightsInvalidError, WeightUpd
 from tokenspeed_rl.requests import GenerateReqInput
 from tokenspeed_rl.weights import WeightsSender
 
+FAMILY = "moe"
+"""A model that has something for every call."""
 WAIT = 20.0
 PROMPT = list(b"states")
 GROUP = "trainer"
@@ -36,8 +38,8 @@ class Driven:
     ) -> None:
         """`sender` is a trainer's in the group GROUP; `path` a checkpoint of the weights that the engine
         holds whenever they are valid."""
-        self.module: PreTrainedModel = Tiny.model()
-        self.reference = Tiny.model()
+        self.module: PreTrainedModel = Tiny.model(FAMILY)
+        self.reference = Tiny.model(FAMILY)
         self.weights = {name: p.detach().clone() for name, p in self.reference.named_parameters()}
         self.pool, self.sender, self.path = pool, sender, path
         self.waiting: list[Future[Any]] = []

@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 
 from tests.lifecycle.driven import FIELDS, GROUP, PROMPT, WAIT, Driven
-from tests.lifecycle.state_table import ATTRIBUTES
+from tests.lifecycle.state_table import ATTRIBUTES, EXPERTS
 from tests.lifecycle.states import Call
 from tokenspeed_rl import requests
 from tokenspeed_rl.errors import WeightUpdateError
@@ -40,6 +41,8 @@ def act(driven: Driven, call: Call) -> Any:
         return _join(driven, call)
     if call.member == "destroy_weights_update_group":
         return _leave(driven, call)
+    if call.member in EXPERTS:
+        return _record(driven, call)
     return _plain(driven, call)
 
 
@@ -186,6 +189,17 @@ def _leave(driven: Driven, call: Call) -> Any:
     answer = _either(driven, call, requests.DestroyWeightsUpdateGroupReqInput, {"group_name": GROUP})
     driven.joined = False
     return answer
+
+
+def _record(driven: Driven, call: Call) -> Any:
+    """Off before a start, on before a stop, and with something to dump."""
+    record = driven.engine.client._core.experts
+    record.recording = not call.member.startswith("start")
+    record.add(0, np.zeros(1, dtype=np.int64))
+    try:
+        return _plain(driven, call)
+    finally:
+        record.recording = False
 
 
 def _either(driven: Driven, call: Call, kind: Callable[..., Any], fields: dict[str, Any]) -> Any:

@@ -92,7 +92,7 @@ GROUPS = ("init_weights_update_group", "destroy_weights_update_group")
 READS = ("get_weights_by_name", "weights_checksum", "named_parameters", "explain")
 EXPERTS = tuple(f"{verb}_expert_distribution_record" for verb in ("start", "stop", "dump"))
 SESSIONS = ("open_session", "close_session")
-LATER = ("start_profile", "stop_profile", *EXPERTS)
+LATER = ("start_profile", "stop_profile")
 STATUS = ("get_load", "get_internal_state", "flush_cache")
 ATTRIBUTES = (
     *("server_args", "model_config", "tokenizer", "model_path", "served_model_name", "is_generation"),
@@ -265,6 +265,12 @@ REST = Table(
             fine,
         ),
         Row(
+            "`start_`, `stop_`, `dump_expert_distribution_record`, each in its turn (after the running step)",
+            [*calls("AsyncLLM", *EXPERTS), *calls("Engine", *EXPERTS)],
+            after,
+            fine,
+        ),
+        Row(
             "`drop_request_state`, `mark_server_up`, `mark_server_unhealthy` (then requests are refused)",
             calls("AsyncLLM", "drop_request_state", "mark_server_up", "mark_server_unhealthy"),
             after,
@@ -292,7 +298,7 @@ REST = Table(
             lacking,
         ),
         Row(
-            "profiles, expert counts, `configure_logging`, `Engine.set_internal_state`",
+            "profiles, `configure_logging`, `Engine.set_internal_state`",
             [
                 *calls("AsyncLLM", *LATER, "configure_logging"),
                 *calls("Engine", *LATER, "set_internal_state"),

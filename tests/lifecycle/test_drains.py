@@ -214,7 +214,7 @@ def test_the_engine_ends_meanwhile(one: Engine, pool: Any, drain: Any, how: str)
             ending = pool.submit(one.shutdown)
         else:
             runner: Any = one.client._core.loop.runner
-            runner.decoder.forward = lambda *_: 1 / 0
+            runner.decoder.forward = lambda *_, **__: 1 / 0
         gate.open()
         with pytest.raises(error) as raised:
             drained.reply.result(WAIT)

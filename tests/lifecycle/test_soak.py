@@ -21,9 +21,14 @@ def test_a_few_seconds(seed: int) -> None:
     hold(4.0, seed, "llama")
 
 
+def test_a_few_seconds_of_experts() -> None:
+    """C11: the same with a mixture of experts, whose routes are checked like its logprobs."""
+    hold(4.0, 0, "moe")
+
+
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("seed", "family"), [(2, "llama"), (3, "qwen3")])
+@pytest.mark.parametrize(("seed", "family"), [(2, "llama"), (3, "qwen3"), (4, "moe")])
 def test_two_minutes(seed: int, family: str) -> None:
     """As above, with time for what is rare, and memory as flat as it was."""
     hold(120.0, seed, family)

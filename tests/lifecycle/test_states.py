@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.lifecycle.driven import GROUP, WAIT, Driven
+from tests.lifecycle.driven import FAMILY, GROUP, WAIT, Driven
 from tests.lifecycle.state_calls import act
 from tests.lifecycle.state_table import CALLS, TABLES, expected
 from tests.lifecycle.states import FALSE, OK, WAITS, Call, Condition, Row, State, states
@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "states.md"
 def driven(tmp_path_factory: Any) -> Iterator[Callable[[State], Driven]]:
     """The engine that can get into a state; one of each kind for the whole file."""
     path = str(tmp_path_factory.mktemp("model"))
-    Tiny.model().save_pretrained(path)
+    Tiny.model(FAMILY).save_pretrained(path)
     made: dict[tuple[bool, bool], Driven] = {}
     with ThreadPoolExecutor(32) as pool, WeightsSender("127.0.0.1", 0, 2, GROUP, "gloo", WAIT) as sender:
 

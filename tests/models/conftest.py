@@ -131,8 +131,8 @@ def page() -> Callable[..., Paged]:
         state = model.state_dict()
         weights = {}
         for slot in slots(spec):
-            parts = tuple(state[part.hf_name] for part in slot.parts)
-            assert [part.shape for part in slot.parts] == [tuple(part.shape) for part in parts]
+            parts = tuple(state[part.hf_name] for part in slot.parameters)
+            assert [part.shape for part in slot.parameters] == [tuple(part.shape) for part in parts]
             weights[slot.name] = (torch.cat(parts),) if fused else parts
         return Paged(Decoder(spec, weights), next(model.parameters()).dtype, **cache)
 

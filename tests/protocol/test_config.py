@@ -20,7 +20,8 @@ CONTRACT = (
 
 def test_has_every_field_and_good_defaults() -> None:
     """The fields are those that callers were promised, keyword only, and the defaults are valid."""
-    assert {field.name for field in dataclasses.fields(EngineConfig)} == set(CONTRACT.split())
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert fields == {*CONTRACT.split(), "expert_distribution_dir"}
     assert from_overrides(None, {}) == EngineConfig()
     with pytest.raises(TypeError):
         EngineConfig("model")
@@ -40,6 +41,7 @@ def test_has_every_field_and_good_defaults() -> None:
         ("attention_backend", "flash"),
         ("load_format", "pickle"),
         ("log_level", "loud"),
+        ("expert_distribution_dir", ""),
         ("page_size", 0),
         ("page_size", True),
         ("max_model_len", 0),

@@ -28,6 +28,8 @@ class Asked:
     stop_ids: tuple[int, ...]
     prompt_start: int
     top: int
+    routes: bool
+    """Whether the experts of each token were asked for."""
 
 
 @dataclass
@@ -63,7 +65,25 @@ def check(
             else:
                 _check_token(asked, meta, rows()[len(asked.prompt) - 1 + at], at)
                 done.exact += 1
+        if asked.routes and ids:
+            _check_routes(
+                asked, meta, span, intervals, reference.experts(book.origin(span["version"]), whole)
+            )
+    if asked.routes:
+        none = not ids and meta["finish_reason"]["type"] == "abort"
+        assert len(meta["routed_experts"]) == (0 if none else len(whole) - 1), "rows are missing"
     return done
+
+
+def _check_routes(
+    asked: Asked, meta: dict[str, Any], span: dict[str, Any], intervals: list[Interval], experts: Any
+) -> None:
+    """Of the tokens computed for the draws of a version; with the first come the prompt's."""
+    for at in range(span["start"], span["end"]):
+        end = len(asked.prompt) + at
+        for row in range(end - 1 if at else 0, 0 if inside(at, intervals) else end):
+            got = meta["routed_experts"][row]
+            assert got == experts[row], f"row {row} of {asked.rid}: experts {got}, not {experts[row]}"
 
 
 def _lazily(book: Book, reference: Reference, version: str, ids: Sequence[int]) -> Callable[[], Tensor]:

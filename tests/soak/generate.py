@@ -31,8 +31,9 @@ class Generator(Worker):
         side = rng.choice((self.world.own, self.world.own, self.world.shared))
         way = rng.choice(WAYS)
         start, top = rng.choice((-1, -1, -1, 0, 3)), rng.choice((0, 0, 3))
+        routes = self.world.weights.has_experts and rng.random() < 0.5
         rids = [f"{self.name}.{number}.{i}" for i in range(rng.choice((1, 1, 1, 2, 4)))]
-        asked = [self._asked(rid, start, top, rng) for rid in rids]
+        asked = [self._asked(rid, start, top, routes, rng) for rid in rids]
         samples = rng.choice((1, 1, 1, 2, 3))
         timeout = rng.choice((0.01, 0.3, 3.0, 8.0, 8.0))
         request = _request(asked, samples, rng.choice((0, 0, 1)), stream=way in ("stream", "abandon"))
@@ -54,7 +55,7 @@ class Generator(Worker):
                 side.frozen.forget(one.rid)
         self.journal.end(self.name, outcome)
 
-    def _asked(self, rid: str, prompt_start: int, top: int, rng: random.Random) -> Asked:
+    def _asked(self, rid: str, prompt_start: int, top: int, routes: bool, rng: random.Random) -> Asked:
         seeded = rng.random() < 0.4
         return Asked(
             rid=rid,
@@ -65,6 +66,7 @@ class Generator(Worker):
             stop_ids=rng.choice(((), (), STOP_IDS)),
             prompt_start=prompt_start,
             top=top,
+            routes=routes,
         )
 
     def _make(
@@ -102,14 +104,18 @@ class Generator(Worker):
                 break
             taken += 1
             key = message["prompt_index"], message["index"]
-            before = whole.setdefault(key, {"output_ids": [], "output_token_logprobs": [], "top": []})
+            before = whole.setdefault(
+                key, {"output_ids": [], "output_token_logprobs": [], "top": [], "routes": []}
+            )
             meta = message["meta_info"]
             before["output_ids"] += message["output_ids"]
             before["output_token_logprobs"] += meta["output_token_logprobs"]
             before["top"] += meta.get("output_top_logprobs", [])
+            before["routes"] += meta.get("routed_experts", [])
             joined = {
                 "output_token_logprobs": before["output_token_logprobs"],
                 "output_top_logprobs": before["top"],
+                "routed_experts": before["routes"],
             }
             before["last"] = {"output_ids": before["output_ids"], "meta_info": {**meta, **joined}}
         return [whole[key]["last"] for key in sorted(whole)]
@@ -152,6 +158,7 @@ def _request(asked: list[Asked], samples: int, priority: int, *, stream: bool) -
         return_logprob=True,
         logprob_start_len=asked[0].prompt_start,
         top_logprobs_num=asked[0].top,
+        return_routed_experts=asked[0].routes,
         priority=priority,
         stream=stream,
     )

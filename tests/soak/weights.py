@@ -30,6 +30,7 @@ class Weights:
         self.skeleton = models[0]
         self.sets = [{n: p.detach().clone() for n, p in model.named_parameters()} for model in models]
         self.names = list(self.sets[0])
+        self.has_experts = any(".experts." in name for name in self.names)
         self.checksums = [checksum(tensors) for tensors in self.sets]
         self.folders = [folder / f"set{number}" for number in range(count)]
         for model, place in zip(models, self.folders, strict=True):
@@ -95,11 +96,21 @@ class Reference:
         self._weights = weights
         self._model = copy.deepcopy(weights.skeleton)
 
-    @torch.no_grad()
     def logits(self, origin: Origin, ids: Sequence[int]) -> Tensor:
         """[len(ids), V] float64: row i is what follows ids[: i + 1]."""
+        found: Tensor = self._outputs(origin, ids).logits[0].double()
+        return found
+
+    def experts(self, origin: Origin, ids: Sequence[int]) -> list[list[list[int]]]:
+        """[len(ids), layers, k]: each token's experts, likeliest first."""
+        found = self._outputs(origin, ids, output_router_logits=True).router_logits
+        chosen = [logits.topk(self._model.config.num_experts_per_tok).indices for logits in found]
+        rows: list[list[list[int]]] = torch.stack(chosen, 1).tolist()
+        return rows
+
+    @torch.no_grad()
+    def _outputs(self, origin: Origin, ids: Sequence[int], **options: bool) -> Any:
         sets = self._weights.sets
         parameters = {name: sets[at][name] for name, at in zip(self._weights.names, origin, strict=True)}
-        arguments = {"input_ids": torch.tensor([list(ids)]), "use_cache": False}
-        found: Tensor = functional_call(self._model, parameters, (), arguments).logits[0].double()
-        return found
+        arguments = {"input_ids": torch.tensor([list(ids)]), "use_cache": False, **options}
+        return functional_call(self._model, parameters, (), arguments)

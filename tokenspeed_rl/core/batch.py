@@ -47,6 +47,11 @@ class StepPlan:
                 yield from (request for request in self.sharers(chunk) if request.wants.reading)
 
     @property
+    def spans(self) -> list[Chunk]:
+        """Every token of the step in order: decodes as chunks of one, then the chunks."""
+        return [*(Chunk(request, request.computed, 1) for request in self.decodes), *self.chunks]
+
+    @property
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(chunk.count for chunk in self.chunks)
 

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from tokenspeed_rl.cache.kv_cache import KVCache, KVLayout
@@ -10,15 +11,18 @@ from tokenspeed_rl.cache.page_pool import PagePool
 from tokenspeed_rl.cache.prefix_cache import PrefixCache
 from tokenspeed_rl.config import EngineConfig
 from tokenspeed_rl.core.engine_loop import EngineLoop
+from tokenspeed_rl.core.expert_recorder import ExpertRecorder
 from tokenspeed_rl.core.intake import Intake
 from tokenspeed_rl.core.kv_sizing import most_pages
 from tokenspeed_rl.core.life_cycle import LifeCycle
 from tokenspeed_rl.core.model_runner import ModelRunner
 from tokenspeed_rl.core.model_source import ModelSource, open_model
+from tokenspeed_rl.core.record_file import write_record
 from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.residents import GraphMemory, KVMemory, WeightsMemory
 from tokenspeed_rl.core.scheduler import Scheduler
 from tokenspeed_rl.core.weight_sync import WeightSync
+from tokenspeed_rl.lifecycle.expert_distribution import ExpertDistribution
 from tokenspeed_rl.lifecycle.sessions import Sessions
 from tokenspeed_rl.memory.region import TAGS
 from tokenspeed_rl.weights import Receipt
@@ -53,16 +57,19 @@ class EngineCore:
             reading=spec.head.reading,
             labels=spec.head.labels,
             pad_id=lambda: getattr(self.source.hf_config, "pad_token_id", None),
+            has_experts=spec.experts is not None,
         )
         self.kv = _kv_cache(self.source, config, self.context)
-        version = store.version
+        version, runner = store.version, ModelRunner(self.source.decoder, self.kv, store.device)
+        self.experts = _expert_distribution(self.source, config)
         self.loop = EngineLoop(
             self.scheduler,
-            ModelRunner(self.source.decoder, self.kv, store.device),
+            runner,
             self.source.tokenizer,
             version=lambda: version.label,
             control=lambda: self.life,
             log=self.log,
+            observers=[ExpertRecorder(self.experts, runner)],
         )
         self.sessions = Sessions(
             self.loop.lock, abort=lambda rid: self.loop.abort([rid], "its session was closed")
@@ -138,6 +145,7 @@ class EngineCore:
                 "cached": self.cache.num_cached,
                 "idle": self.cache.num_idle,
             },
+            "expert_distribution": self.experts.snapshot(),
             "sessions": self.sessions.snapshot(),
             **self.loop.stats.snapshot(),
         }
@@ -178,6 +186,14 @@ class EngineCore:
     def _fit_requests(self, requests: Sequence[Request] | None) -> None:
         if self.kv_memory.mapped and self.kv_memory.capacity is not None:
             self.loop.fit(self.kv_memory.capacity, requests)
+
+
+def _expert_distribution(source: ModelSource, config: EngineConfig) -> ExpertDistribution:
+    spec, folder = source.spec.experts, config.expert_distribution_dir
+    if spec is None:
+        return ExpertDistribution((), 0, 0)
+    write = None if folder is None else partial(write_record, folder, "expert_distribution")
+    return ExpertDistribution(spec.layers, spec.count, spec.per_token, write)
 
 
 def _kv_cache(source: ModelSource, config: EngineConfig, context: int) -> KVCache:

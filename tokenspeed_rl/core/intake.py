@@ -33,6 +33,8 @@ class Intake:
     """Numbers of a score; 0: the model generates."""
     pad_id: Callable[[], int | None]
     """The id behind whose last other one a sequence's score stands, as the model's config says it now."""
+    has_experts: bool
+    """Whether there are routes to be asked for."""
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _arrivals: "itertools.count[int]" = field(default_factory=itertools.count)
 
@@ -48,8 +50,10 @@ class Intake:
         reading: str = "embedding",
         labels: int = 0,
         pad_id: Callable[[], int | None] = lambda: None,
+        has_experts: bool = False,
     ) -> "Intake":
-        return cls(vocab_size, context, tuple(eos_ids), tokenizer, seed, reading, labels, pad_id)
+        eos = tuple(eos_ids)
+        return cls(vocab_size, context, eos, tokenizer, seed, reading, labels, pad_id, has_experts)
 
     def prepare(
         self,
@@ -83,6 +87,12 @@ class Intake:
                 fix="Pass an EmbeddingReqInput, or call encode().",
             )
         _refuse_unavailable(obj)
+        if obj.return_routed_experts and not self.has_experts:
+            raise RequestError(
+                "return_routed_experts is for mixtures of experts, and this model has none",
+                got=obj.return_routed_experts,
+                fix="Leave it out.",
+            )
         prompts = obj.split(vocab_size=self.vocab_size, has_tokenizer=self.tokenizer is not None)
         turn = None if obj.session_params is None else _turn(prompts, sessions or Sessions())
         return [
@@ -204,6 +214,7 @@ def _wants(obj: GenerateReqInput) -> Wants:
         text=obj.return_text_in_logprobs,
         sampling_mask=obj.return_sampling_mask,
         hidden_states=obj.return_hidden_states,
+        routed_experts=obj.return_routed_experts,
     )
 
 
@@ -221,10 +232,7 @@ def _turn(prompts: Sequence[GenerateReqInput], sessions: Sessions) -> Turn:
 
 
 def _refuse_unavailable(obj: GenerateReqInput) -> None:
-    for name, asked in (
-        ("return_routed_experts", obj.return_routed_experts),
-        ("lora", obj.lora is not None),
-    ):
+    for name, asked in (("lora", obj.lora is not None),):
         if asked:
             raise UnavailableError(
                 f"{name} is not available in this version", got=getattr(obj, name), fix="Leave it out."

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ from tokenspeed_rl.cache.kv_cache import KVCache
 from tokenspeed_rl.core.batch import Chunk, StepPlan
 from tokenspeed_rl.core.reader import Rows, read
 from tokenspeed_rl.core.request import Request
+from tokenspeed_rl.core.routing import count_experts, read_rows, rows_asked_for
 from tokenspeed_rl.core.sampler import Sample, sample
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
 from tokenspeed_rl.models import Decoder
@@ -30,6 +31,10 @@ class StepOutcome:
     prompt_logprobs: list[tuple[Request, list[float]]]
     hidden_states: dict[Request, list[float]]
     readings: list[tuple[Request, Rows]]
+    expert_counts: npt.NDArray[np.int64] | None = None
+    """[layers with experts, E]: how many tokens each expert computed, where `ModelRunner.counts_experts`."""
+    routes: list[tuple[Request, list[npt.NDArray[np.int16]]]] = field(default_factory=list)
+    """Of requests that ask: the experts [layers, k] of each of their tokens whose experts weren't known."""
 
 
 class ModelRunner:
@@ -40,10 +45,23 @@ class ModelRunner:
         self.decoder = decoder
         self.kv = kv
         self.device = device
+        self.counts_experts = False
+        """Whether the next step counts how many tokens each expert computes."""
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """Compute the plan's tokens and draw for every request that is due one."""
-        hidden = self.decoder.forward(self._batch(plan), self.kv)
+        asked, spec = rows_asked_for(plan), self.decoder.spec
+        routes: list[Tensor] | None = [] if asked or self.counts_experts else None
+        hidden = self.decoder.forward(self._batch(plan), self.kv, routes=routes)
+        outcome = self._outcome(plan, hidden)
+        if routes and asked:
+            outcome.routes = read_rows(routes, asked, spec)
+        if routes and self.counts_experts and spec.experts is not None:
+            outcome.expert_counts = count_experts(routes, spec.experts)
+        return outcome
+
+    def _outcome(self, plan: StepPlan, hidden: Tensor) -> StepOutcome:
+        """Draws, and what was asked for beside them."""
         self.kv.copy_pages(plan.copies)
         prompt_logprobs = self._prompt_logprobs(plan, hidden)
         readings = read(plan, hidden, self.decoder)
@@ -81,7 +99,7 @@ class ModelRunner:
 
     def _batch(self, plan: StepPlan) -> ForwardBatch:
         size = self.kv.page_size
-        spans = [Chunk(r, r.computed, 1) for r in plan.decodes] + plan.chunks
+        spans = plan.spans
         tokens = np.concatenate([_array(c.request.tokens[c.start : c.start + c.count]) for c in spans])
         positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in spans])
         slots = np.concatenate([_slots(c, size) for c in spans])

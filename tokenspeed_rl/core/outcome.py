@@ -42,6 +42,15 @@ def reason_to_end_reading(request: Request) -> FinishReason:
     return {"type": "abort", "message": f"the model's {what} are not finite"}
 
 
+def take_routes(outcome: StepOutcome, forks: Mapping[Request, Request]) -> None:
+    """Experts of the tokens that the step computed; a fork has those of its leader."""
+    for request, rows in outcome.routes:
+        request.routes += rows
+    for fork, leader in forks.items():
+        if fork.wants.routed_experts:
+            fork.routes = list(leader.routes)
+
+
 def fault_of(request: Request, drawn: Sample) -> str | None:
     """Why nothing can be drawn for this request, in words; None: it can."""
     if request.output_len == 0 and not all(map(math.isfinite, request.prompt_logprobs)):

@@ -77,7 +77,16 @@ def _asked_for(request: Request, tokenizer: Any, ids: Sequence[int], start: int)
         found["sampling_mask"] = request.masks[start:]
     if wants.hidden_states:
         found["hidden_states"] = request.hidden_states[start:]
+    if wants.routed_experts:
+        found["routed_experts"] = [row.tolist() for row in _routes(request, start)]
     return found
+
+
+def _routes(request: Request, start: int) -> Sequence[Any]:
+    """Rows of the tokens that led to the output from `start` on: with its first token come the prompt's."""
+    scored = (request.finish_reason or {}).get("type") == "length"
+    whole = request.prompt_len + request.output_len - 1 if request.output_len or scored else 0
+    return request.routes[request.prompt_len + start - 1 if start else 0 : whole]
 
 
 def _triples(values: Sequence[float | None], ids: Sequence[int], tokenizer: Any) -> list[Triple]:

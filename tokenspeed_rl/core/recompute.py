@@ -50,7 +50,9 @@ def recompute_decoder(
     shape = (layout.num_layers, pages, *layout.page_shape)
     keys, values = (torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(2))
     streams: list[Tensor] = []
-    hidden = decoder.forward(_one_prompt(ids, pages, device), LooseKV(tuple(keys), tuple(values)), streams)
+    hidden = decoder.forward(
+        _one_prompt(ids, pages, device), LooseKV(tuple(keys), tuple(values)), streams=streams
+    )
     logprobs: list[float] = []
     best: list[list[tuple[float, int]]] = []
     for begin in range(start - 1, len(ids) - 1, _ROWS):

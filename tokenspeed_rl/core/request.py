@@ -5,6 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from tokenspeed_rl.cache.prefix_cache import Node
 from tokenspeed_rl.core.text import IncrementalText
 from tokenspeed_rl.lifecycle.sessions import Turn
@@ -42,6 +45,7 @@ class Wants:
     """Numbers of a score; 0: it is an embedding."""
     padding: int = 0
     """Pad tokens that stood behind the prompt, and are not computed."""
+    routed_experts: bool = False
 
 
 @dataclass(slots=True)
@@ -110,6 +114,9 @@ class Request:
     prompt_logprobs: list[float] = field(default_factory=list)
     readings: list[list[float]] = field(default_factory=list)
     """Per token of the prompt that is read, so far, all under the same weights."""
+    routes: list[npt.NDArray[np.int16]] = field(default_factory=list)
+    """Where they are asked for: per token, from the first on, its experts [layers, k] in the forward that led
+    to the draw of the next. What is known of a sampled token's past is never computed again."""
     finish_reason: FinishReason | None = None
     finished_at: float = 0.0
     """Seconds of `time.monotonic`, as `created`."""
@@ -158,11 +165,13 @@ class Request:
     @property
     def reusable_prompt(self) -> int:
         """How many leading tokens may come out of the cache: those of whose hidden states nobody asked for
-        anything."""
+        anything, and whose routes are known or not asked for."""
         if self.alone or self.wants.reading == "values":
             return 0
         limit = len(self.tokens) - 1
-        return min(limit, self.wants.prompt_start) if self.wants_prompt_logprobs else limit
+        if self.wants_prompt_logprobs:
+            limit = min(limit, self.wants.prompt_start)
+        return min(limit, len(self.routes)) if self.wants.routed_experts else limit
 
     def record(self, token: int, version: str) -> None:
         """Append a sampled token."""

@@ -58,7 +58,7 @@ class Scheduler:
         self.running.remove(request)
         self._let_go(request)
         if request.output_len == 0:
-            request.prompt_logprobs, request.readings = [], []  # the prompt starts over
+            request.prompt_logprobs, request.readings, request.routes = [], [], []  # the prompt starts over
         self.num_retractions += 1
         self.add(request)
 
@@ -175,7 +175,7 @@ class Scheduler:
     def _prompt_key(self, request: Request) -> tuple[object, ...]:
         start = request.wants.prompt_start
         asked = (start, request.params.temperature) if start >= 0 else ()
-        return (tuple(request.tokens[: request.prompt_len]), asked)
+        return (tuple(request.tokens[: request.prompt_len]), asked, request.wants.routed_experts)
 
     def _take_pages(self, request: Request) -> bool:
         """Match the prefix and take the other pages; False, with nothing held, where they aren't there.

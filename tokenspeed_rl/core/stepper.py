@@ -17,6 +17,7 @@ from tokenspeed_rl.core.outcome import (
     take_draw,
     take_prompt_logprobs,
     take_readings,
+    take_routes,
 )
 from tokenspeed_rl.core.request import FinishReason, Request
 from tokenspeed_rl.core.sampler import NOT_FINITE, Sample
@@ -70,6 +71,7 @@ class Stepper:
         self.scheduler.advance(plan)
         with self._lock:
             take_prompt_logprobs(outcome, plan.forks)
+            take_routes(outcome, plan.forks)
             take_readings(outcome, plan.forks)
             for request in plan.readers:  # before anybody draws: a draw makes its prompt longer
                 self._finish_reading(request)

@@ -11,6 +11,7 @@ from tokenspeed_rl.cache.kv_cache import KVCache, LooseKV
 from tokenspeed_rl.layers.attention import AttentionPlan, HeadNorms, attention
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
 from tokenspeed_rl.layers.mlp import mlp
+from tokenspeed_rl.layers.moe import experts, route
 from tokenspeed_rl.layers.projection import Parts, project
 from tokenspeed_rl.layers.rope import RopeTable
 from tokenspeed_rl.models.slots import layer_slot
@@ -20,7 +21,7 @@ from tokenspeed_rl_kernels import add_rms_norm, linear
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Slot names of one layer; biases and head norms are there only if the spec has them."""
+    """Slot names of one layer; biases, head norms and experts are there only if the spec has them."""
 
     input_norm: str
     qkv: str
@@ -34,6 +35,9 @@ class _Names:
     gate_up_bias: str
     down: str
     down_bias: str
+    router: str
+    experts_gate_up: str
+    experts_down: str
 
 
 _SUFFIXES = (
@@ -49,6 +53,9 @@ _SUFFIXES = (
     "gate_up.bias",
     "down.weight",
     "down.bias",
+    "router",
+    "experts.gate_up",
+    "experts.down",
 )
 
 
@@ -73,11 +80,18 @@ class Decoder:
         return self._one("embed").device
 
     def forward(
-        self, batch: ForwardBatch, kv: KVCache | LooseKV, streams: list[Tensor] | None = None
+        self,
+        batch: ForwardBatch,
+        kv: KVCache | LooseKV,
+        *,
+        streams: list[Tensor] | None = None,
+        routes: list[Tensor] | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden_size] after the final norm; the step's keys and values go to ``kv``.
 
-        ``streams``, if given, gets float32 copies on the CPU of what enters each layer, and of the result.
+        Args:
+            streams: gets float32 copies on the CPU of what enters each layer, and of the result.
+            routes: gets the experts [T, k] of each of the spec's ``expert_layers``.
 
         Raises:
             ValueError: lengths, pages or positions don't fit the cache or the model.
@@ -104,7 +118,16 @@ class Decoder:
             )
             x = project(x, self._weights[names.o], get(names.o_bias))
             x, residual = add_rms_norm(x, residual, self._one(names.post_norm), spec.rms_eps)
-            hidden = mlp(
+            hidden = self._feed_forward(x, layer, names, routes)
+        hidden = add_rms_norm(hidden, residual, self._one("norm"), spec.rms_eps)[0]
+        _note(streams, hidden)
+        return hidden
+
+    def _feed_forward(self, x: Tensor, layer: int, names: _Names, routes: list[Tensor] | None) -> Tensor:
+        """What follows a layer's second norm: experts where it has some, else the one MLP."""
+        spec, get = self.spec, self._weights.get
+        if spec.experts is None or layer not in spec.experts.layers:
+            return mlp(
                 x,
                 self._weights[names.gate_up],
                 self._weights[names.down],
@@ -112,9 +135,11 @@ class Decoder:
                 get(names.down_bias),
                 spec.activation,
             )
-        hidden = add_rms_norm(hidden, residual, self._one("norm"), spec.rms_eps)[0]
-        _note(streams, hidden)
-        return hidden
+        chosen = route(x, self._one(names.router), spec.experts)
+        if routes is not None:
+            routes.append(chosen.experts)
+        gate_up, down = self._one(names.experts_gate_up), self._one(names.experts_down)
+        return experts(x, chosen, gate_up, down, spec.activation)
 
     @property
     def nbytes(self) -> int:

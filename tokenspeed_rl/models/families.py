@@ -4,10 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tokenspeed_rl.models import llama, mistral, qwen2, qwen3
+from tokenspeed_rl.models import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from tokenspeed_rl.models.hf_config import Options
 
-_PARTS = ("Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding")
+_PARTS = ("Model", "DecoderLayer", "Attention", "RMSNorm", "RotaryEmbedding")
+_DENSE = ("MLP",)
+_EXPERTS = ("SparseMoeBlock", "TopKRouter", "Experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,8 @@ class Family:
     name: str
     """What the names of its transformers classes begin with."""
     options: Callable[[Any], Options]
+    layers: tuple[str, ...] = _DENSE
+    """What its layers have behind attention."""
 
     @property
     def architecture(self) -> str:
@@ -28,7 +32,7 @@ class Family:
     def classes(self) -> frozenset[str]:
         """Names of the transformers classes that compute what the decoder does, without head; activations
         aside."""
-        return frozenset(self.name + part for part in _PARTS)
+        return frozenset(self.name + part for part in (*_PARTS, *self.layers))
 
 
 FAMILIES = (
@@ -36,6 +40,8 @@ FAMILIES = (
     Family("mistral", "Mistral", mistral.options),
     Family("qwen2", "Qwen2", qwen2.options),
     Family("qwen3", "Qwen3", qwen3.options),
+    Family("mixtral", "Mixtral", mixtral.options, _EXPERTS),
+    Family("qwen3_moe", "Qwen3Moe", qwen3_moe.options, _DENSE + _EXPERTS),
 )
 
 

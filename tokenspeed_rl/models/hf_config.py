@@ -1,13 +1,14 @@
 """Reading a transformers config: its numbers, and a refusal of whatever would change the computation."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tokenspeed_rl.errors import ConfigError
 from tokenspeed_rl.layers.mlp import ACTIVATIONS
+from tokenspeed_rl.layers.moe import ExpertSpec
 from tokenspeed_rl.layers.rope import KINDS, RopeSpec, yarn_attention_factor
-from tokenspeed_rl.models.spec import DecoderSpec
+from tokenspeed_rl.models.spec import DecoderSpec, ExpertNames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,8 @@ class Options:
     qk_norm: bool = False
     windows: tuple[int | None, ...] | None = None
     """Per layer; None: no layer has one."""
+    experts: ExpertSpec | None = None
+    expert_names: ExpertNames = field(default_factory=ExpertNames)
 
 
 def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
@@ -33,6 +36,37 @@ def windows_by_layer_type(config: Any) -> tuple[int | None, ...]:
             fix="Supported: full_attention, and sliding_attention with a sliding_window.",
         )
     return tuple(windows[kind] for kind in config.layer_types)
+
+
+def expert_spec(
+    config: Any,
+    *,
+    layers: Sequence[int],
+    count: int,
+    width: int,
+    renormalise: bool,
+    rounded_weights: bool = True,
+) -> ExpertSpec | None:
+    """The experts of a config's `layers`; None: no layer has any.
+
+    Raises:
+        ConfigError: a token would need more experts than there are, or none.
+    """
+    per_token = config.num_experts_per_tok
+    if not layers:
+        return None
+    if not 1 <= per_token <= count:
+        raise ConfigError(
+            f"num_experts_per_tok must lie in 1 .. {count}, the number of experts", got=per_token
+        )
+    return ExpertSpec(
+        layers=tuple(layers),
+        count=count,
+        per_token=per_token,
+        width=width,
+        renormalise=renormalise,
+        rounded_weights=rounded_weights,
+    )
 
 
 def decoder_spec(config: Any, architecture: str, options: Options) -> DecoderSpec:
@@ -64,6 +98,8 @@ def decoder_spec(config: Any, architecture: str, options: Options) -> DecoderSpe
         windows=options.windows or (None,) * config.num_hidden_layers,
         max_position=config.max_position_embeddings,
         rope=_rope_spec(config),
+        experts=options.experts,
+        expert_names=options.expert_names,
     )
 
 

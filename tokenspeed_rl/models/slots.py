@@ -56,5 +56,34 @@ def _layer(spec: DecoderSpec, layer: int) -> Iterator[Slot]:
         yield norm("k_norm", "self_attn.k_norm", spec.head_dim)
     yield from linear("o", {"self_attn.o_proj": hidden}, queries, spec.o_bias)
     yield norm("post_norm", "post_attention_layernorm", hidden)
+    if layer in spec.expert_layers:
+        yield from _experts(spec, layer)
+        return
     yield from linear("gate_up", gate_up, hidden, spec.mlp_bias)
     yield from linear("down", {"mlp.down_proj": hidden}, inner, spec.mlp_bias)
+
+
+def _experts(spec: DecoderSpec, layer: int) -> Iterator[Slot]:
+    """Router and experts: each one parameter of a live module, and a part per expert and projection."""
+    assert spec.experts is not None
+    names, count, width, hidden = spec.expert_names, spec.experts.count, spec.experts.width, spec.hidden_size
+    live, saved = f"model.layers.{layer}.mlp", f"model.layers.{layer}.{names.block}"
+
+    def expert(number: int, projection: str, *shape: int) -> Part:
+        return Part(f"{saved}.experts.{number}.{projection}.weight", shape)
+
+    yield Slot(
+        layer_slot(layer, "router"),
+        (Part(f"{saved}.gate.weight", (count, hidden)),),
+        Part(f"{live}.gate.weight", (count, hidden)),
+    )
+    yield Slot(
+        layer_slot(layer, "experts.gate_up"),
+        tuple(expert(e, name, width, hidden) for e in range(count) for name in (names.gate, names.up)),
+        Part(f"{live}.experts.gate_up_proj", (count, 2 * width, hidden)),
+    )
+    yield Slot(
+        layer_slot(layer, "experts.down"),
+        tuple(expert(e, names.down, hidden, width) for e in range(count)),
+        Part(f"{live}.experts.down_proj", (count, hidden, width)),
+    )

@@ -1,14 +1,25 @@
 """What the one decoder needs to know about a model, as numbers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from tokenspeed_rl.layers.moe import ExpertSpec
 from tokenspeed_rl.layers.rope import RopeSpec
 from tokenspeed_rl.models.head import CAUSAL, Head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertNames:
+    """What checkpoints call the experts, which live modules pack as ``mlp.experts``."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """Shape and options of a decoder-only transformer with RMS norms, rotary positions and a gated MLP."""
+    """Shape and options of a decoder-only transformer: RMS norms, rotary positions, gated MLPs or experts."""
 
     architecture: str
     """The transformers class, such as ``LlamaForCausalLM``."""
@@ -35,3 +46,11 @@ class DecoderSpec:
     """Positions that the model was made for."""
     rope: RopeSpec
     head: Head = CAUSAL
+    experts: ExpertSpec | None = None
+    """None: every layer has the one MLP."""
+    expert_names: ExpertNames = field(default_factory=ExpertNames)
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Which layers have experts."""
+        return () if self.experts is None else self.experts.layers

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_rl.errors import RequestError
+from tokenspeed_rl.weights.expert_names import one_by_one
 from tokenspeed_rl.weights.mapping import canonical, is_embedding, is_head
 from tokenspeed_rl.weights.plain import lacks_memory
 
@@ -18,8 +19,8 @@ def checksum(
 ) -> str:
     """Digest of names, shapes, dtypes and exact bytes; equal sets have equal digests in any order.
 
-    Wrappers' prefixes don't count, and an ``lm_head.weight`` equal to the embedding counts as tied to it:
-    once.
+    Wrappers' prefixes don't count, experts may be packed or one by one, and an ``lm_head.weight`` equal to
+    the embedding counts as tied to it: once.
 
     Args:
         named_tensors: Hugging Face names with tensors of any shape, strides and device. An iterable is read
@@ -34,7 +35,11 @@ def checksum(
         RequestError: the memory of a tensor was freed.
     """
     pairs = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    entries = {(canonical(name), _digest(tensor, dtype)) for name, tensor in pairs}
+    entries = {
+        (piece, _digest(part, dtype))
+        for name, tensor in pairs
+        for piece, part in one_by_one(canonical(name), tensor)
+    }
     embeddings = {digest for name, digest in entries if is_embedding(name)}
     counted = sorted(entry for entry in entries if not (is_head(entry[0]) and entry[1] in embeddings))
     whole = hashlib.blake2b(digest_size=16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -32,21 +32,32 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One weight as the kernels read it: its parts (q, k, v; gate, up; or one) stacked along dim 0."""
+    """One weight as the kernels read it: its parts (q, k, v; gate, up; or one) stacked along dim 0.
+
+    The parts are what may be given alone. A live module keeps each as a parameter, or, of experts, all of
+    them `packed` in one [E, rows, columns] with the bytes of the stacked parts.
+    """
 
     name: str
     parts: tuple[Part, ...]
+    packed: Part | None = None
+    """That parameter; for a router it is the same tensor under the live module's name."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the fused tensor."""
-        if len(self.parts) == 1:
-            return self.parts[0].shape
-        return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
+        """Shape of the tensor that the kernels read."""
+        return _stacked(self.parts) if self.packed is None else self.packed.shape
+
+    @property
+    def parameters(self) -> tuple[Part, ...]:
+        """What a live module keeps here."""
+        return self.parts if self.packed is None else (self.packed,)
 
     @property
     def fused_name(self) -> str | None:
         """Hugging Face style name of the stacked parts (``...qkv_proj.weight``), None for a single part."""
+        if self.packed is not None:
+            return self.packed.hf_name
         projections = tuple(part.hf_name.rpartition(".")[0].rpartition(".")[2] for part in self.parts)
         fused = FUSED.get(projections)
         return self.parts[0].hf_name.replace(projections[0], fused) if fused else None
@@ -59,6 +70,8 @@ class Target:
     slot: Slot
     start: int
     stop: int
+    packed: bool = False
+    """All the parts, in the shape of the slot's packed parameter."""
     again: bool = False
     """The parts were written under their tied name already: the tensor must hold the same values."""
     parts: tuple[Part, ...] = field(init=False, compare=False)
@@ -67,7 +80,18 @@ class Target:
     def __post_init__(self) -> None:
         parts = self.slot.parts[self.start : self.stop]
         object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "shape", Slot(self.slot.name, parts).shape)
+        object.__setattr__(self, "shape", self.slot.shape if self.packed else _stacked(parts))
+
+    @classmethod
+    def whole(cls, slot: Slot) -> Target:
+        """All of a slot."""
+        return cls(slot, 0, len(slot.parts), packed=slot.packed is not None)
+
+
+def _stacked(parts: Sequence[Part]) -> tuple[int, ...]:
+    if len(parts) == 1:
+        return parts[0].shape
+    return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
 
 def canonical(name: str) -> str:
@@ -91,9 +115,9 @@ def is_embedding(name: str) -> bool:
 class NameMap:
     """Resolves any spelling of a weight's name to its place in the slots.
 
-    Understood: Hugging Face names, fused names (``qkv_proj``, ``gate_up_proj``), slot names, each behind any
-    of the wrappers' prefixes; and ``lm_head.weight`` of a language model without a head of its own: the
-    embedding.
+    Understood: Hugging Face names (of experts those of live modules and of checkpoints), fused names
+    (``qkv_proj``, ``gate_up_proj``), slot names, each behind any of the wrappers' prefixes; and
+    ``lm_head.weight`` of a language model without a head of its own: the embedding.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -101,9 +125,8 @@ class NameMap:
         self._targets: dict[str, Target] = {}
         self.embedding = ""  # Hugging Face name of the input embedding
         for slot in self.slots:
-            whole = Target(slot, 0, len(slot.parts))
             for alias in filter(None, (slot.name, slot.fused_name)):
-                self._targets[alias] = whole
+                self._targets[alias] = Target.whole(slot)
             for i, part in enumerate(slot.parts):
                 self._targets[part.hf_name] = Target(slot, i, i + 1)
                 if is_embedding(part.hf_name):
@@ -122,8 +145,22 @@ class NameMap:
 
     @property
     def hf_names(self) -> list[str]:
-        """Every Hugging Face name once, ties once, in slot order."""
+        """The name of every parameter of a live module, ties once, in slot order."""
+        return [part.hf_name for slot in self.slots for part in slot.parameters]
+
+    @property
+    def part_names(self) -> list[str]:
+        """The Hugging Face name of every part, in slot order."""
         return [part.hf_name for slot in self.slots for part in slot.parts]
+
+    def folded(self, parts: Container[str]) -> tuple[str, ...]:
+        """The names of `parts` in slot order; of packed ones, where all are among them, the packed name."""
+        found: list[str] = []
+        for slot in self.slots:
+            names = [part.hf_name for part in slot.parts if part.hf_name in parts]
+            whole = slot.packed is not None and len(names) == len(slot.parts)
+            found += [part.hf_name for part in slot.parameters] if whole else names
+        return tuple(found)
 
 
 @dataclass(slots=True)
@@ -183,13 +220,13 @@ class Coverage:
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Hugging Face names of the parts claimed, in slot order."""
-        return tuple(name for name in self.names.hf_names if name in self.claimed)
+        """Hugging Face names of what was claimed, in slot order."""
+        return self.names.folded(self.claimed)
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Hugging Face names of the parts that nothing has claimed, in slot order."""
-        return tuple(name for name in self.names.hf_names if name not in self.claimed)
+        """Hugging Face names of what nothing has claimed, in slot order."""
+        return self.names.folded(set(self.names.part_names) - self.claimed.keys())
 
     def check(self, *, complete: bool = True) -> None:
         """Raise `WeightUpdateError` with counts and the first offenders, unless every claim was right.
@@ -198,7 +235,7 @@ class Coverage:
             complete: whether parts that nothing claimed are a fault too.
         """
         kinds = {
-            "missing": [name for name in self.missing if complete and name not in self._offered],
+            "missing": self._not_offered() if complete else (),
             "unknown": self.unknown,
             "mis-shaped": self.misshaped,
             "unfit": self.unfit,
@@ -212,6 +249,9 @@ class Coverage:
             f"the tensors do not fit the model's weights: {counts} ({shown})",
             fix=f"Give each of the model's {len(self.names.hf_names)} weights once, by Hugging Face name.",
         )
+
+    def _not_offered(self) -> tuple[str, ...]:
+        return self.names.folded(set(self.names.part_names) - self.claimed.keys() - self._offered)
 
 
 def _first(found: Sequence[str]) -> str:

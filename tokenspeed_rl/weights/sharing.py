@@ -54,7 +54,7 @@ def share(
         uses = Counter(_storage(param) for param in params.values())
         store.settle()
         shared = {
-            slot.name: _join([params[part.hf_name] for part in slot.parts], slot, uses)
+            slot.name: _join([params[part.hf_name] for part in slot.parameters], slot, uses)
             for slot in store.slots
         }
         store.settle()

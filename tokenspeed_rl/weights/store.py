@@ -90,7 +90,7 @@ class WeightStore:
         self._let_go()
 
     def parts(self, target: Target) -> list[Tensor]:
-        """Views of the target's parts, in order, each with its own shape.
+        """Views of the target's parts, in order, each with its own shape; of a packed target the one tensor.
 
         Raises:
             WeightsInvalidError: they are a trainer's, who has freed their memory.
@@ -101,18 +101,27 @@ class WeightStore:
                 f"the memory of {target.slot.name} was freed by its trainer",
                 fix="Call share_weights(module) again.",
             )
-        if len(tensors) == len(target.slot.parts):
-            return list(tensors[target.start : target.stop])
+        if (found := self._as_they_lie(target)) is not None:
+            return found
         sizes = [part.shape[0] for part in target.slot.parts]
-        return list(tensors[0].split(sizes)[target.start : target.stop])
+        return list(_rows(target.slot, tensors[0]).split(sizes)[target.start : target.stop])
 
     def places(self, target: Target) -> list[Tensor]:
         """Views that cover the target's memory: one where its parts lie side by side, else one for each."""
-        tensors = self.weights[target.slot.name]
-        if len(tensors) == len(target.slot.parts):
-            return list(tensors[target.start : target.stop])
-        rows = [part.shape[0] for part in target.slot.parts]
-        return [tensors[0].narrow(0, sum(rows[: target.start]), sum(rows[target.start : target.stop]))]
+        if (found := self._as_they_lie(target)) is not None:
+            return found
+        slot = target.slot
+        rows = [part.shape[0] for part in slot.parts]
+        start, count = sum(rows[: target.start]), sum(rows[target.start : target.stop])
+        return [_rows(slot, self.weights[slot.name][0]).narrow(0, start, count)]
+
+    def _as_they_lie(self, target: Target) -> list[Tensor] | None:
+        """The tensors of a target that are no part of a larger one; None: its rows are."""
+        slot, tensors = target.slot, self.weights[target.slot.name]
+        if target.packed:
+            return list(tensors)
+        apart = slot.packed is None and len(tensors) == len(slot.parts)
+        return list(tensors[target.start : target.stop]) if apart else None
 
     def write(self, target: Target, tensor: Tensor) -> int:
         """Copy `tensor` (the target's shape, any strides, device or float dtype) into its slot, cast once.
@@ -168,8 +177,8 @@ class WeightStore:
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, live view) of every weight, ties once, in slot order."""
         for slot in self.slots:
-            views = self.parts(Target(slot, 0, len(slot.parts)))
-            yield from zip((part.hf_name for part in slot.parts), views, strict=True)
+            views = self.parts(Target.whole(slot))
+            yield from zip((part.hf_name for part in slot.parameters), views, strict=True)
 
     def checksum(self) -> str:
         """`tokenspeed_rl.weights.checksum` of `parameters`."""
@@ -225,6 +234,11 @@ class WeightStore:
 
 def _at_once(read: Callable[[], str | None]) -> str | None:
     return read()
+
+
+def _rows(slot: Slot, tensor: Tensor) -> Tensor:
+    """The slot's tensor as its parts stacked."""
+    return tensor if slot.packed is None else tensor.flatten(0, tensor.ndim - len(slot.parts[0].shape))
 
 
 def _split(tensor: Tensor, places: Sequence[Tensor]) -> Sequence[Tensor]:

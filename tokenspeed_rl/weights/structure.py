@@ -18,6 +18,16 @@ _HARMLESS_HOOKS = frozenset({"output_capturing_hook", "make_inputs_require_grads
 """Forward hooks that transformers leaves on modules and that change no value: they record, or mark."""
 _STATELESS = (nn.ModuleList, nn.Dropout)
 """Modules of torch's own that transformers' models have beside those with weights."""
+_KINDS = {
+    "norm": "Norm",
+    "embed": "Embedding",
+    "router": "TopKRouter",
+    "experts.gate_up": "Experts",
+    "experts.down": "Experts",
+}
+"""How a slot's name ends -> how the class of the module ends that holds its weight; others are Linear."""
+_ROUTING = {"top_k": "num_experts_per_tok", "norm_topk_prob": "norm_topk_prob"}
+"""What a router took out of the config when it was made, and may differ from it by now."""
 _SHOWN = 3
 
 
@@ -64,7 +74,8 @@ def check_module(root: nn.Module, classes: Collection[str], store: WeightStore) 
 
 def _module_faults(root: nn.Module, classes: Collection[str], slots: Collection[Slot]) -> Iterator[str]:
     owners = _parameter_owners(slots)
-    activation = getattr(getattr(root, "config", None), "hidden_act", None)
+    config = getattr(root, "config", None)
+    activation = getattr(config, "hidden_act", None)
     for name, module in root.named_modules(remove_duplicate=False):
         if type(module).__name__ == "OptimizedModule":
             continue
@@ -77,17 +88,26 @@ def _module_faults(root: nn.Module, classes: Collection[str], slots: Collection[
             plain = type(module) in (nn.Linear, nn.Embedding) or _is_of(module, classes)
             if not plain or not type(module).__name__.endswith(expected):
                 yield f"{shown} is {_full_name(module)}, not a plain {expected}"
+            elif expected == "TopKRouter":
+                yield from _routing_faults(shown, module, config)
         elif type(module) not in _STATELESS and not _is_of(module, classes):
             yield f"{shown} is {_full_name(module)}, which the engine does not know"
         yield from _overrides(shown, module)
+
+
+def _routing_faults(shown: str, router: nn.Module, config: object) -> Iterator[str]:
+    for attribute, field in _ROUTING.items():
+        here, there = getattr(router, attribute, None), getattr(config, field, None)
+        if here != there:
+            yield f"{shown}.{attribute} is {here}, not the config's {there}"
 
 
 def _parameter_owners(slots: Collection[Slot]) -> dict[str, str]:
     """Name of each module that holds weights -> how its class name must end."""
     owners: dict[str, str] = {}
     for slot in slots:
-        kind = "Norm" if slot.name.endswith("norm") else "Embedding" if slot.name == "embed" else "Linear"
-        owners.update((part.hf_name.rpartition(".")[0], kind) for part in slot.parts)
+        kind = next((kind for ending, kind in _KINDS.items() if slot.name.endswith(ending)), "Linear")
+        owners.update((part.hf_name.rpartition(".")[0], kind) for part in slot.parameters)
     return {"lm_head": "Linear", **owners}
 
 
@@ -114,7 +134,7 @@ def _is_harmless(hook: object) -> bool:
 
 
 def _parameter_faults(root: nn.Module, store: WeightStore) -> Iterator[str]:
-    shapes = {part.hf_name: part.shape for slot in store.slots for part in slot.parts}
+    shapes = {part.hf_name: part.shape for slot in store.slots for part in slot.parameters}
     found = {canonical(name): param for name, param in root.named_parameters(remove_duplicate=False)}
     head = found.pop("lm_head.weight", None) if store.names.tied else None
     embedding = found.get(store.names.embedding)

@@ -205,9 +205,10 @@ class WeightUpdate:
             kind=self._kind,
         )
 
-    def _advance(self) -> list[str]:
+    def _advance(self) -> tuple[str, ...]:
         """Move the version on; returns the names that this update, or its version, has not written."""
-        version, every, written = self._store.version, self._store.names.hf_names, self._coverage.claimed
+        version, names, written = self._store.version, self._store.names, self._coverage.claimed
+        every = names.part_names
         if not self.partial or (self._label is None and len(written) == len(every)):
             if version.epoch == 0 and self._label is None:
                 version.start()
@@ -218,7 +219,7 @@ class WeightUpdate:
         elif written:
             written = {**version.arrived(self._label), **written}
             version.add_piece(self._label, written, every)
-        return [name for name in every if name not in written]
+        return names.folded(set(every) - written.keys())
 
     def fail(self, reason: str) -> None:
         """Give the update up: atomic ones leave no trace, others invalid weights if anything was written.
