@@ -108,8 +108,9 @@ class WeightMembers(ClientBase):
         return reply
 
     async def share_weights(self, module: nn.Module, version: str | None = None) -> Receipt:
-        """Read the weights of the live `module` from now on (same architecture); requests in flight
-        re-prefill, or under a pause that keeps go on with their KV.
+        """Read the weights of the live `module` from now on (same architecture), and PEFT's LoRA adapters in
+        it; requests in flight re-prefill, or under a pause that keeps go on with their KV. Those with an
+        adapter that isn't there any more end with `abort`.
 
         Raises:
             ConfigError: the module can't be shared, by name. EngineStateError: a weight update is going on.
@@ -123,7 +124,8 @@ class WeightMembers(ClientBase):
 
     async def weights_changed(self, version: str | None = None) -> Receipt:
         """Tell the engine that the trainer wrote the shared weights in place: a complete update of 0 bytes,
-        in every state, also asleep.
+        in every state, also asleep. Adapters that came, went, moved or were scaled since are seen now;
+        requests in flight with one that went end with `abort`.
 
         Raises:
             EngineStateError: nothing is shared, or a weight update is going on. WeightsInvalidError,
@@ -134,7 +136,8 @@ class WeightMembers(ClientBase):
         core = self._core
 
         def change() -> Receipt:
-            return self.require_shared().weights_changed(version)
+            self.require_shared()
+            return core.source.weights_changed(version)
 
         return await self._command(lambda: core.change_weights(change))
 
@@ -150,19 +153,19 @@ class WeightMembers(ClientBase):
 
     async def get_weights_by_name(self, obj: GetWeightsByNameReqInput) -> Any:
         """The first `truncate_size` rows of a parameter by its Hugging Face name, as nested lists of
-        floats. Fused names, tied names and wrappers' prefixes are understood."""
+        floats. Fused names, tied names, wrappers' prefixes and PEFT's names of adapters are understood."""
         expect(obj, GetWeightsByNameReqInput)
         rows = check_integer("truncate_size", obj.truncate_size, low=0)
 
         def read() -> Any:
             self._core.life.require_readable()
             store = self._core.source.store
-            target = store.names.resolve(obj.name) if isinstance(obj.name, str) else None
-            if target is None:
+            found = store.find(obj.name) if isinstance(obj.name, str) else None
+            if found is None:
                 raise RequestError(
                     "no such parameter", got=obj.name, fix="Names are those of the Hugging Face model."
                 )
-            return torch.cat([part[:rows] for part in store.parts(target)])[:rows].float().tolist()
+            return torch.cat([part[:rows] for part in found])[:rows].float().tolist()
 
         return await self._command(read)
 
@@ -176,8 +179,8 @@ class WeightMembers(ClientBase):
         return await self._command(digest)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, tensor) of every weight, ties once: the live weights themselves, not to be read
-        after their release or the engine's end."""
+        """(Hugging Face name, tensor) of every weight, ties once, then PEFT's names and tensors of adapters:
+        the live weights themselves, not to be read after their release or the engine's end."""
         self.check_alive()
         self._core.life.require_readable()
         return self._core.source.store.parameters()

@@ -36,7 +36,8 @@ class Engine(WeightVerbs, ControlVerbs, ScoreVerbs, SessionVerbs, ExpertVerbs, U
     Args:
         model: a Hugging Face directory or hub id (safetensors), a transformers config (seeded random
             weights), or a live transformers model, whose parameters are then shared, not copied: a causal
-            LM, or a ForSequenceClassification or ForTokenClassification, which only scores (`encode`).
+            LM, plain or with PEFT's LoRA adapters, or a ForSequenceClassification or
+            ForTokenClassification, which only scores (`encode`).
         tokenizer: a transformers tokenizer; None takes the one in the model's directory, if there is one.
         config: settings; `overrides` are `EngineConfig` fields that win over it.
         process_group: reserved for tensor parallelism; only None in this version.

@@ -15,7 +15,8 @@ from tokenspeed_rl.core.recompute import Recomputed, recompute_decoder, recomput
 from tokenspeed_rl.core.text import decode
 from tokenspeed_rl.errors import RequestError
 from tokenspeed_rl.sampling_params import check_number
-from tokenspeed_rl.weights import differing_weights
+from tokenspeed_rl.weights import WeightStore, differing_weights
+from tokenspeed_rl.weights.adapters import Adapter
 
 TOP = 5
 Triple = tuple[float, int, str | None]
@@ -97,7 +98,13 @@ def explain(
         core.life.require_readable()
         store = core.source.store
         engine = recompute_decoder(
-            core.source.decoder, core.kv.layout, whole, len(prompt), temperature=temperature, top=TOP
+            core.source.decoder,
+            core.kv.layout,
+            whole,
+            len(prompt),
+            temperature=temperature,
+            top=TOP,
+            adapter=_adapter(store, meta.get("lora")),
         )
         return engine, differing_weights(store, module), store.version.label
 
@@ -130,6 +137,14 @@ def explain(
         layers=layers,
         notes=_notes(at, first, stale, weights, under, version, meta["cached_tokens"], training),
     )
+
+
+def _adapter(store: WeightStore, name: str | None) -> Adapter | None:
+    if name is not None and name not in store.adapters:
+        raise RequestError(
+            "the adapter of this output is gone", got=name, fix="Explain it while it is there."
+        )
+    return None if name is None else store.adapters[name]
 
 
 def _read(output: Mapping[str, Any]) -> tuple[list[int], list[int], Mapping[str, Any]]:

@@ -10,22 +10,25 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tokenspeed_rl.cache.page_pool import PagePool
 from tokenspeed_rl.cache.prefix_cache import Node, PrefixCache
 
-Content = tuple[int, tuple[int, ...]]
-"""Epoch, and all tokens up to the end of the page: what its keys and values depend on."""
+World = tuple[int, str | None]
+"""Epoch of the weights, and adapter."""
+Content = tuple[World, tuple[int, ...]]
+"""With what, and of which tokens up to the end of the page: what its keys and values depend on."""
 SIZE = 2
 picks = st.integers(0, 20)
+adapters = st.sampled_from([None, None, "a", "b"])
 counts = st.integers(0, 4)
 
 
 class Holder:
     """A request as the cache sees it: pages it owns, the first `kept` of them known to the cache."""
 
-    def __init__(self, tokens: Sequence[int], pages: list[int], kept: int, node: Node, epoch: int) -> None:
+    def __init__(self, tokens: Sequence[int], pages: list[int], kept: int, node: Node, world: World) -> None:
         self.tokens = tokens
         self.pages = pages
         self.kept = kept
         self.node = node
-        self.epoch = epoch
+        self.world = world
 
 
 class CacheAgainstDict(RuleBasedStateMachine):
@@ -44,12 +47,17 @@ class CacheAgainstDict(RuleBasedStateMachine):
         self.findable: dict[Content, int] = {}
         self.epoch = 0
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9), spare=st.integers(0, 3), count=counts)
-    def arrive(self, tokens: list[int], spare: int, count: int) -> None:
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        spare=st.integers(0, 3),
+        count=counts,
+        adapter=adapters,
+    )
+    def arrive(self, tokens: list[int], spare: int, count: int, adapter: str | None) -> None:
         limit = max(0, len(tokens) - spare)
         free, idle = set(range(self.pool.num_pages)) - self._used(), self._kept() - self._held()
-        pages, node = self.cache.match(tokens, limit)
-        self._check_match(tokens, limit, pages)
+        pages, node = self.cache.match(tokens, limit, adapter)
+        self._check_match(adapter, tokens, limit, pages)
         idle -= set(pages)
         needed = -(-len(tokens) // SIZE) - len(pages)
         fresh = self.cache.allocate(needed)
@@ -59,26 +67,26 @@ class CacheAgainstDict(RuleBasedStateMachine):
             return
         assert set(fresh) <= free | idle and len(set(fresh)) == needed
         self._evicted(set(fresh) & idle, spared=idle - set(fresh))
-        self.holders.append(Holder(tokens, pages + fresh, len(pages), node, self.epoch))
+        self.holders.append(Holder(tokens, pages + fresh, len(pages), node, (self.epoch, adapter)))
         self.compute(-1, count)
 
-    def _check_match(self, tokens: Sequence[int], limit: int, pages: list[int]) -> None:
-        expected = []
+    def _check_match(self, adapter: str | None, tokens: Sequence[int], limit: int, pages: list[int]) -> None:
+        expected, world = [], (self.epoch, adapter)
         for end in range(SIZE, limit + 1, SIZE):
-            page = self.findable.get((self.epoch, tuple(tokens[:end])))
+            page = self.findable.get((world, tuple(tokens[:end])))
             if page is None:
                 break
             expected.append(page)
         assert pages == expected
         for number, page in enumerate(pages):
-            assert self.written[page] == (self.epoch, tuple(tokens[: (number + 1) * SIZE]))
+            assert self.written[page] == (world, tuple(tokens[: (number + 1) * SIZE]))
 
     def _evicted(self, pages: set[int], spared: set[int]) -> None:
         for content in [c for c, page in self.findable.items() if page in pages]:
             del self.findable[content]
-        for epoch, tokens in self.findable:  # no prefix lost its beginning
+        for world, tokens in self.findable:  # no prefix lost its beginning
             if len(tokens) > SIZE:
-                assert (epoch, tokens[:-SIZE]) in self.findable
+                assert (world, tokens[:-SIZE]) in self.findable
         if pages:
             assert self.pool.num_free == 0, "an idle page went although one was free"
         assert spared <= self._used()
@@ -93,12 +101,12 @@ class CacheAgainstDict(RuleBasedStateMachine):
 
     def _compute_page(self, holder: Holder) -> None:
         number = holder.kept
-        own, content = holder.pages[number], (holder.epoch, tuple(holder.tokens[: (number + 1) * SIZE]))
+        own, content = holder.pages[number], (holder.world, tuple(holder.tokens[: (number + 1) * SIZE]))
         assert self.pool.holders(own) == 1, "a page that is still being written has one owner"
         self.written[own] = content
         # What stands before may have been forgotten, or be of an older epoch: then this isn't found either.
-        beginning = self._findable_pages(content[1], number)
-        reachable = holder.epoch == self.epoch and holder.pages[:number] == beginning
+        beginning = self._findable_pages(holder.world, content[1], number)
+        reachable = holder.world[0] == self.epoch and holder.pages[:number] == beginning
         before = self.findable.get(content) if reachable else None
         holder.node, page = self.cache.insert(holder.node, content[1][-SIZE:], own)
         assert self.written[page] == content
@@ -110,9 +118,9 @@ class CacheAgainstDict(RuleBasedStateMachine):
         holder.pages[number] = page
         holder.kept += 1
 
-    def _findable_pages(self, tokens: Sequence[int], count: int) -> list[int | None]:
+    def _findable_pages(self, world: World, tokens: Sequence[int], count: int) -> list[int | None]:
         ends = range(SIZE, count * SIZE + 1, SIZE)
-        return [self.findable.get((self.epoch, tuple(tokens[:end]))) for end in ends]
+        return [self.findable.get((world, tuple(tokens[:end]))) for end in ends]
 
     @precondition(lambda self: self.holders)
     @rule(pick=picks)
@@ -123,7 +131,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
         for page in pages:
             self.pool.share(page)
         tokens = first.tokens[: first.kept * SIZE]
-        self.holders.append(Holder(tokens, pages, first.kept, first.node, first.epoch))
+        self.holders.append(Holder(tokens, pages, first.kept, first.node, first.world))
 
     @precondition(lambda self: self.holders)
     @rule(pick=picks, count=counts)
@@ -131,10 +139,10 @@ class CacheAgainstDict(RuleBasedStateMachine):
         for _ in range(min(count, len(self.holders))):
             self.cache.release(self.holders.pop(pick % len(self.holders)).pages)
 
-    @rule(tokens=st.lists(st.integers(0, 1), max_size=9))
-    def look(self, tokens: list[int]) -> None:
-        pages, _ = self.cache.match(tokens, len(tokens))
-        self._check_match(tokens, len(tokens), pages)
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=9), adapter=adapters)
+    def look(self, tokens: list[int], adapter: str | None) -> None:
+        pages, _ = self.cache.match(tokens, len(tokens), adapter)
+        self._check_match(adapter, tokens, len(tokens), pages)
         self.cache.release(pages)
 
     @precondition(lambda self: self.holders)
@@ -156,9 +164,9 @@ class CacheAgainstDict(RuleBasedStateMachine):
         """What a request with broken numbers wrote is not found again, nor what continues it."""
         self.cache.forget(holder.pages)
         gone = {c for c, page in self.findable.items() if page in holder.pages}
-        for epoch, tokens in list(self.findable):
-            if any(epoch == e and tokens[: len(t)] == t for e, t in gone):
-                del self.findable[epoch, tokens]
+        for world, tokens in list(self.findable):
+            if any(world == w and tokens[: len(t)] == t for w, t in gone):
+                del self.findable[world, tokens]
 
     def _used(self) -> set[int]:
         return {page for page in range(self.pool.num_pages) if self.pool.holders(page)}
@@ -194,7 +202,8 @@ class CacheAgainstDict(RuleBasedStateMachine):
 
 CacheAgainstDict.TestCase.settings = settings(max_examples=300, stateful_step_count=40)
 test_cache_against_a_dict = CacheAgainstDict.TestCase
-"""D1, D2: matches are exactly right, in one epoch; pages are never lost, owned twice or evicted in use."""
+"""D1, D2: matches are exactly right, in one epoch, with one adapter; pages are never lost, owned twice or
+evicted in use."""
 
 
 def filled(cache: PrefixCache, *prompts: list[int]) -> list[list[int]]:
@@ -268,10 +277,10 @@ def test_a_second_page_of_the_same_content_is_given_up() -> None:
     """Two requests that computed the same page at once end up with one, and the other is free again."""
     cache = PrefixCache(PagePool(4), SIZE)
     first, second = cache.allocate(1) or [], cache.allocate(1) or []
-    assert cache.insert(cache.root, (1, 1), first[0])[1] == first[0]
-    node, page = cache.insert(cache.root, (1, 1), second[0])
+    assert cache.insert(cache.root(), (1, 1), first[0])[1] == first[0]
+    node, page = cache.insert(cache.root(), (1, 1), second[0])
     assert (page, cache.pool.holders(page), cache.pool.holders(second[0])) == (first[0], 3, 0)
-    assert cache.insert(cache.root, (1, 1), page) == (node, page), "inserting it again changes nothing"
+    assert cache.insert(cache.root(), (1, 1), page) == (node, page), "inserting it again changes nothing"
     assert cache.pool.holders(page) == 3
 
 
@@ -294,13 +303,30 @@ def test_forgetting_takes_all_that_follows() -> None:
     assert cache.pool.num_free == 5
 
 
+def test_adapters_share_nothing() -> None:
+    """H13: keys and values depend on the adapter: each finds its own, and forgetting leaves the others."""
+    cache = PrefixCache(PagePool(4), SIZE)
+    for adapter in ("a", "b"):
+        pages, node = cache.match([1, 1], 2, adapter)
+        assert pages == [] and node is cache.root(adapter)
+        pages = cache.allocate(1) or []
+        cache.insert(node, (1, 1), pages[0])
+        cache.release(pages)
+    assert found(cache, [1, 1]) == 0 and cache.num_cached == 2
+    [a], [b] = (cache.match([1, 1], 2, adapter)[0] for adapter in ("a", "b"))
+    assert a != b
+    cache.release([a, b])
+    cache.forget([a])
+    assert cache.match([1, 1], 2, "a")[0] == [] and cache.match([1, 1], 2, "b")[0] == [b]
+
+
 @pytest.mark.parametrize("change", ["new_epoch", "flush"])
 def test_a_new_epoch_finds_nothing_old_and_loses_no_page(change: str) -> None:
     """D1, D2: not even what an older request goes on computing is found; its pages come back all the same."""
     cache = PrefixCache(PagePool(4), SIZE)
     filled(cache, [1, 1, 2, 2])
     pages, node = cache.match([1, 1], 2)
-    old_root = cache.root
+    old_root = cache.root()
     getattr(cache, change)()
     assert found(cache, [1, 1, 2, 2]) == 0
     for parent, key in ((node, (3, 3)), (old_root, (5, 5))):

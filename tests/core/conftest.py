@@ -24,8 +24,8 @@ from tokenspeed_rl.sampling_params import SamplingParams
 STOP, BROKEN, VOCAB = 0, 99, 12
 """Drawing STOP ends a sample; a prompt with BROKEN in it has logits that are not finite."""
 PARAMS = SamplingParams().validate()
-Content = tuple[int, tuple[int, ...]]
-"""What a slot of the cache holds: the weights' epoch, and all tokens up to and with its own."""
+Content = tuple[int, str | None, tuple[int, ...]]
+"""What a slot of the cache holds: the weights' epoch, the adapter, and all tokens up to and with its own."""
 
 
 def make_request(prompt: Iterable[int], **fields: Any) -> Request:
@@ -53,7 +53,7 @@ def make_request(prompt: Iterable[int], **fields: Any) -> Request:
 
 def next_token(tokens: list[int], request: Request) -> int:
     """What the imagined model draws for `request` after `tokens`."""
-    token = hash((request.draw_seed, *tokens)) % VOCAB
+    token = hash((request.draw_seed, *map(ord, request.lora or ""), *tokens)) % VOCAB
     return token if token != STOP or STOP in request.stop_ids else 1
 
 
@@ -115,6 +115,7 @@ class Simulation:
         max_new: int = 4,
         priority: int = 0,
         prompt_start: int = -1,
+        lora: str | None = None,
     ) -> list[Request]:
         """Queue `n` samples of a prompt."""
         tokens = list(prompt)
@@ -125,6 +126,7 @@ class Simulation:
                 index=index,
                 wants=Wants(prompt_start=prompt_start),
                 priority=priority,
+                lora=lora,
                 arrival=self.arrival(len(self.requests) + index),
                 draw_seed=index,
                 max_new_tokens=max_new,
@@ -203,7 +205,7 @@ class Simulation:
         for request in running:
             if request.leader is not None:
                 assert request.pages == [] and request not in planned and request.leader in running
-                assert request.leader.tokens == request.tokens
+                assert request.leader.tokens == request.tokens and request.leader.lora == request.lora
                 continue
             assert request.pages and len(request.pages) == -(-len(request.tokens) // size)
             if request.is_decoding and request.computed:
@@ -217,7 +219,8 @@ class Simulation:
         left = waiting - set(self.scheduler.running)
         passed = [r for r in left if any(r.rank < a.rank for a in admitted)]
         for request in passed:  # it was let in, but as a follower that then found no page for itself
-            assert any(a.tokens == request.tokens for a in self.scheduler.running)
+            twins = [a for a in self.scheduler.running if a.lora == request.lora]
+            assert any(a.tokens == request.tokens for a in twins)
             assert self.cache.num_available == 0
         victims = {r for r, leader in running.items() if leader is None and r.status is Status.WAITING}
         for request in running:
@@ -243,6 +246,7 @@ class Simulation:
                 end = (number + 1) * size
                 if other is not request:
                     assert place == number and other.pages[:number] == request.pages[:number]
+                    assert other.lora == request.lora
                     assert other.tokens[:end] == request.tokens[:end] and len(request.tokens) >= end
 
     def _compute(self, plan: StepPlan) -> None:
@@ -280,7 +284,7 @@ class Simulation:
         return request.pages[page], offset
 
     def _content(self, request: Request, position: int) -> Content:
-        return self.epoch, tuple(request.tokens[: position + 1])
+        return self.epoch, request.lora, tuple(request.tokens[: position + 1])
 
     def _draw(self, request: Request) -> None:
         if BROKEN in request.tokens:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tokenspeed_rl.core.intake import Intake
 from tokenspeed_rl.core.request import Request
-from tokenspeed_rl.errors import RequestError, UnavailableError
+from tokenspeed_rl.errors import RequestError
 from tokenspeed_rl.requests import GenerateReqInput
 from tokenspeed_rl.sampling_params import SamplingParams
 
@@ -28,7 +28,13 @@ class NoTokens:
 
 def intake(tokenizer: Any = None, seed: int = 0) -> Intake:
     return Intake.create(
-        vocab_size=VOCAB, context=CONTEXT, eos_ids=EOS, tokenizer=tokenizer, seed=seed, has_experts=True
+        vocab_size=VOCAB,
+        context=CONTEXT,
+        eos_ids=EOS,
+        tokenizer=tokenizer,
+        seed=seed,
+        has_experts=True,
+        adapters=lambda: ("b", "a"),
     )
 
 
@@ -73,6 +79,8 @@ BAD: dict[str, dict[str, Any]] = {
         "sampling_params": {"max_new_tokens": 5},
         "capacity": 12,
     },
+    "adapter that isn't there": {"input_ids": ids, "lora": "c"},
+    "adapter that is no name": {"input_ids": ids, "lora": ["a"]},
     "repeated rid": {"input_ids": [ids, ids], "rid": ["a", "a"]},
     "unknown session": {"input_ids": ids, "session_params": {"id": "s"}},
     "session id that is none": {"input_ids": ids, "session_params": {"id": ["s"]}},
@@ -181,8 +189,8 @@ ARRIVES: dict[str, tuple[Any, Callable[[Request], Any], Any]] = {
     "return_hidden_states": (True, lambda r: r.wants.hidden_states, True),
     "return_routed_experts": (True, lambda r: r.wants.routed_experts, True),
     "priority": (3, lambda r: r.priority, 3),
+    "lora": ("a", lambda r: r.lora, "a"),
 }
-REFUSED = {"lora": "adapter"}
 OF_THE_CALL = {"stream"}
 """How results are handed over, whatever the samples are."""
 OF_ONE_SAMPLE = {"session_params"}
@@ -193,7 +201,7 @@ def test_every_field_reaches_every_sample(tokenizer: Any) -> None:
     """F8: by reflection, so that a new field can't be forgotten: with n > 1 each sample has all that was
     asked, or it is refused; every field of SamplingParams differs from its default here."""
     names = {field.name for field in dataclasses.fields(GenerateReqInput)}
-    assert names == {*ARRIVES, *REFUSED} | OF_THE_CALL | OF_ONE_SAMPLE
+    assert names == set(ARRIVES) | OF_THE_CALL | OF_ONE_SAMPLE
     for field in dataclasses.fields(SamplingParams):
         assert getattr(PARAMS, field.name) != field.default, f"{field.name} proves nothing at its default"
 
@@ -210,13 +218,6 @@ def test_every_field_reaches_every_sample(tokenizer: Any) -> None:
     text, get, _ = ARRIVES["text"]
     for sample in prepare(tokenizer, text=text, sampling_params={"n": 2}):
         assert get(sample) == tokenizer(text)["input_ids"]
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_work_yet_is_refused(name: str) -> None:
-    """Nothing is silently ignored: a field of the contract that this version can't honour raises, by name."""
-    with pytest.raises(UnavailableError, match=name):
-        prepare(input_ids=ids, **{name: REFUSED[name]})
 
 
 def test_prompts_come_before_samples_and_share_nothing() -> None:

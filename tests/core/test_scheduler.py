@@ -24,6 +24,7 @@ added = st.fixed_dictionaries(
         "priority": st.sampled_from([0, 0, 0, 1, 2]),
         "prompt_start": st.sampled_from([-1, -1, 0, 1, 5]),
         "broken": st.sampled_from([False] * 7 + [True]),
+        "lora": st.sampled_from([None, None, "a", "b"]),
     }
 )
 disturbances = st.one_of(
@@ -42,7 +43,7 @@ shapes = st.fixed_dictionaries(
 )
 
 
-def add(sim: Any, prompt: tuple[int, ...], prompt_start: int, broken: bool, **fields: int) -> None:
+def add(sim: Any, prompt: tuple[int, ...], prompt_start: int, broken: bool, **fields: Any) -> None:
     tokens = (*prompt, BROKEN) if broken else prompt
     sim.add(tokens, prompt_start=min(prompt_start, len(tokens) - 1), **fields)
 
@@ -71,9 +72,9 @@ def disturb(sim: Any, name: str, argument: Any) -> None:
 def test_any_course_of_events(
     simulation: Callable[..., Any], shape: dict[str, Any], events: list[tuple[str, Any]]
 ) -> None:
-    """C2, C3, C9, D1, F7, F9: whatever comes, goes and is retracted, every token is drawn from its own full
-    context under the present weights, every request ends with the tokens it would have got alone, and every
-    page returns."""
+    """C2, C3, C9, D1, F7, F9, H13: whatever comes, goes and is retracted, every token is drawn from its own
+    full context under the present weights and its adapter, every request ends with the tokens it would have
+    got alone, and every page returns."""
     # Just enough pages for the longest request, and a few more: most courses retract.
     longest = 13 + 1 + 9
     pages = -(-longest // shape["page_size"]) + shape["pages"]

@@ -72,6 +72,19 @@ def test_prompt_logprobs_at_two_temperatures(
     sim.drain()
 
 
+def test_equal_prompts_with_different_adapters(simulation: Callable[..., Any]) -> None:
+    """H13: their keys and values differ: none leads, forks or reuses a page for another, now or later."""
+    sim = simulation(pages=60, page_size=2)
+    by_adapter = {lora: sim.add([1, 2, 3, 4, 5], n=2, lora=lora) for lora in (None, "a", "b")}
+    forks = sim.step().forks | sim.step().forks
+    assert forks == {second: first for first, second in by_adapter.values()}
+    sim.drain()
+    assert sim.prefilled == 15
+    again = {lora: sim.add([1, 2, 3, 4, 5], lora=lora)[0] for lora in ("b", None, "c")}
+    sim.drain()
+    assert [request.cached_tokens for request in again.values()] == [4, 4, 0]
+
+
 def test_prompt_logprobs_from_different_places(simulation: Callable[..., Any]) -> None:
     """F9: a twin that has all it wants, and one token left to compute, serves only those who ask the same."""
     sim = simulation(pages=40, budget=4)

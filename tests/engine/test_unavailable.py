@@ -27,7 +27,6 @@ LATER: dict[str, Callable[[Engine], Any]] = {
     ),
     "start_profile": lambda e: e.start_profile(),
     "stop_profile": lambda e: e.stop_profile(),
-    "lora": generate(input_ids=[1], lora="adapter"),
 }
 
 

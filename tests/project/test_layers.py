@@ -48,6 +48,7 @@ ONLY_IN = {
     "omegaconf": {"recipes", "configs", "__main__"},
     "deepspeed": {"integrations"},
     "accelerate": {"integrations"},
+    "peft": {"integrations"},
     "triton": {"tokenspeed_rl_kernels"},
 }
 WITHOUT_TORCH = ("core.scheduler", "cache.page_pool", "cache.prefix_cache", "lifecycle.")
@@ -107,11 +108,11 @@ def test_imports_go_downward_only() -> None:
 
 
 def test_libraries_stay_where_they_belong() -> None:
-    """An engine can be had without Hydra, DeepSpeed or Accelerate, and Triton is asked for in one place."""
+    """An engine can be had without Hydra, DeepSpeed, Accelerate, PEFT; Triton is asked for in one place."""
     wrong = []
     for module, target, local in all_imports():
         library, unit = target.partition(".")[0], unit_of(module)
-        eager = library in ("deepspeed", "accelerate") and not local
+        eager = library in ("deepspeed", "accelerate", "peft") and not local
         plain = module.removeprefix("tokenspeed_rl.").startswith(WITHOUT_TORCH) and library == "torch"
         if unit not in ONLY_IN.get(library, {unit}) or eager or plain:
             wrong.append(f"{module} imports {target}")

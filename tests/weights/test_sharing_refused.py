@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import MethodType
 
-import peft
 import pytest
 import torch
 from accelerate import Accelerator
@@ -105,10 +104,6 @@ REFUSED = {
         f"{Q} is torch.nn.utils.parametrize.ParametrizedLinear",
     ),
     "pruned projection": (lambda m: prune.l1_unstructured(m.get_submodule(Q), "weight", 0.5), Q),
-    "adapter": (
-        lambda m: peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), m),
-        f"{Q} is peft.tuners.lora.layer.Linear",
-    ),
     "fewer layers": (
         lambda m: m.model.layers.__delitem__(1),
         "model.layers.1.input_layernorm.weight is missing",

@@ -1,8 +1,8 @@
 """Full pages kept by content, so that a prompt seen before is not computed again.
 
 A page is found by the pages before it and its own tokens, compared exactly (no hashes that could collide),
-under one root per weight epoch: KV computed under other weights is never found. Plain Python, owned by the
-loop's thread.
+under one root per weight epoch and adapter: KV computed under other weights is never found. Plain Python,
+owned by the loop's thread.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,15 +33,15 @@ class PrefixCache:
         self.pool = pool
         self.page_size = page_size
         self.enabled = enabled
-        self._root = Node(None, (), -1)
+        self._roots: dict[str | None, Node] = {}
         self._nodes: dict[int, Node] = {}
         # Idle nodes by page, longest idle first. Whoever holds a page holds all before it, so a node never
         # goes idle before its children: the first entry is always the end of a prefix.
         self._idle: dict[int, Node] = {}
 
-    @property
-    def root(self) -> Node:
-        return self._root
+    def root(self, adapter: str | None = None) -> Node:
+        """Before the first page of what is computed with `adapter`, now."""
+        return self._roots.setdefault(adapter, Node(None, (), -1))
 
     @property
     def num_available(self) -> int:
@@ -58,14 +58,14 @@ class PrefixCache:
         """Pages the cache keeps, idle or in use."""
         return len(self._nodes)
 
-    def match(self, tokens: Sequence[int], limit: int) -> tuple[list[int], Node]:
-        """The longest cached run of full pages that begins `tokens`, at most `limit` tokens; the caller owns
-        the pages.
+    def match(self, tokens: Sequence[int], limit: int, adapter: str | None = None) -> tuple[list[int], Node]:
+        """The longest cached run of full pages that begins `tokens`, at most `limit` tokens, as computed with
+        `adapter` (None: the base model); the caller owns the pages.
 
         Returns the pages and the node of the last one (the root where nothing matches), from which `insert`
         goes on.
         """
-        node, pages, size = self._root, [], self.page_size
+        node, pages, size = self.root(adapter), [], self.page_size
         for start in range(0, limit - size + 1, size) if self.enabled else ():
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
@@ -121,7 +121,7 @@ class PrefixCache:
 
     def new_epoch(self) -> None:
         """From here on nothing cached before is found; idle pages go as `allocate` needs them."""
-        self._root = Node(None, (), -1)
+        self._roots = {}
 
     def flush(self) -> None:
         """Forget everything: idle pages are free at once, pages in use when their owners release them."""

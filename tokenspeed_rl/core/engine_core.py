@@ -58,9 +58,13 @@ class EngineCore:
             labels=spec.head.labels,
             pad_id=lambda: getattr(self.source.hf_config, "pad_token_id", None),
             has_experts=spec.experts is not None,
+            adapters=lambda: store.adapters,
         )
         self.kv = _kv_cache(self.source, config, self.context)
-        version, runner = store.version, ModelRunner(self.source.decoder, self.kv, store.device)
+        version, runner = (
+            store.version,
+            ModelRunner(self.source.decoder, self.kv, store.device, lambda: store.adapters),
+        )
         self.experts = _expert_distribution(self.source, config)
         self.loop = EngineLoop(
             self.scheduler,
@@ -115,6 +119,7 @@ class EngineCore:
         receipt = change()
         if not self.source.store.owned:
             self.weights_memory.forget()
+        self.loop.end_where(self._lost_adapter)
         self.life.weights_committed(flush=True)
         self.log.info(
             "weights are version %r: %s, %d bytes copied", receipt.version, receipt.kind, receipt.bytes
@@ -135,6 +140,10 @@ class EngineCore:
             "weight_epoch": version.epoch,
             "weights_shared": self.source.shared is not None,
             "weight_bytes": self.source.store.nbytes,
+            "adapters": {
+                name: {"ranks": adapter.ranks, "bytes": adapter.nbytes}
+                for name, adapter in self.source.store.adapters.items()
+            },
             "kv_bytes": self.kv.nbytes,
             "num_running": len(self.scheduler.running),
             "num_waiting": self.scheduler.num_waiting,
@@ -183,7 +192,13 @@ class EngineCore:
             self._fit_requests(None)
             self.log.info("the KV cache has %d pages, %d bytes", self.kv.num_pages, self.kv.nbytes)
 
+    def _lost_adapter(self, request: Request) -> str | None:
+        if request.lora is None or request.lora in self.source.store.adapters:
+            return None
+        return f"the shared module has no adapter {request.lora!r} any more"
+
     def _fit_requests(self, requests: Sequence[Request] | None) -> None:
+        self.loop.end_where(self._lost_adapter, requests)  # it may have gone since they were checked
         if self.kv_memory.mapped and self.kv_memory.capacity is not None:
             self.loop.fit(self.kv_memory.capacity, requests)
 

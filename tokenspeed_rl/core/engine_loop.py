@@ -246,6 +246,17 @@ class EngineLoop:
             for request in self.live:
                 self._stepper.end(request, {"type": "abort", "message": message})
 
+    def end_where(
+        self, why: Callable[[Request], str | None], requests: Iterable[Request] | None = None
+    ) -> None:
+        """End those of the requests (None: of all that live) that `why` has a message for. On the loop's
+        thread."""
+        with self.lock:
+            for request in self.live if requests is None else requests:
+                message = why(request)
+                if message is not None:
+                    self._stepper.end(request, {"type": "abort", "message": message})
+
     def fit(self, capacity: int, requests: Iterable[Request] | None = None) -> None:
         """The KV cache holds `capacity` tokens: end those of the requests (None: of all that live) that could
         never be served, and what asked for as much as there is room for gets less. On the loop's thread."""

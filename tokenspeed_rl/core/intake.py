@@ -3,13 +3,13 @@ is queued."""
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenspeed_rl.core.request import Request, Wants
 from tokenspeed_rl.core.seeds import draw_seed
-from tokenspeed_rl.errors import RequestError, UnavailableError
+from tokenspeed_rl.errors import RequestError
 from tokenspeed_rl.lifecycle.sessions import Sessions, Turn
 from tokenspeed_rl.requests import EmbeddingReqInput, GenerateReqInput
 from tokenspeed_rl.sampling_params import SamplingParams
@@ -35,6 +35,8 @@ class Intake:
     """The id behind whose last other one a sequence's score stands, as the model's config says it now."""
     has_experts: bool
     """Whether there are routes to be asked for."""
+    adapters: Callable[[], Collection[str]]
+    """Names of the adapters that there are, as of now."""
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
     _arrivals: "itertools.count[int]" = field(default_factory=itertools.count)
 
@@ -51,9 +53,11 @@ class Intake:
         labels: int = 0,
         pad_id: Callable[[], int | None] = lambda: None,
         has_experts: bool = False,
+        adapters: Callable[[], Collection[str]] = tuple,
     ) -> "Intake":
+        """An intake whose running numbers begin at 0."""
         eos = tuple(eos_ids)
-        return cls(vocab_size, context, eos, tokenizer, seed, reading, labels, pad_id, has_experts)
+        return cls(vocab_size, context, eos, tokenizer, seed, reading, labels, pad_id, has_experts, adapters)
 
     def prepare(
         self,
@@ -72,7 +76,7 @@ class Intake:
             sessions: those that a prompt may be a turn of; None: none is open.
 
         Raises:
-            RequestError, UnavailableError: nothing of it was queued. EngineStateError: its session has a
+            RequestError: nothing of it was queued. EngineStateError: its session has a
                 live turn.
         """
         reads = isinstance(obj, EmbeddingReqInput)
@@ -86,7 +90,6 @@ class Intake:
                 got="a GenerateReqInput",
                 fix="Pass an EmbeddingReqInput, or call encode().",
             )
-        _refuse_unavailable(obj)
         if obj.return_routed_experts and not self.has_experts:
             raise RequestError(
                 "return_routed_experts is for mixtures of experts, and this model has none",
@@ -94,6 +97,7 @@ class Intake:
                 fix="Leave it out.",
             )
         prompts = obj.split(vocab_size=self.vocab_size, has_tokenizer=self.tokenizer is not None)
+        self._check_adapter(obj.lora)
         turn = None if obj.session_params is None else _turn(prompts, sessions or Sessions())
         return [
             request
@@ -137,6 +141,7 @@ class Intake:
                 params=params,
                 wants=wants,
                 priority=obj.priority,
+                lora=obj.lora,
                 arrival=next(self._arrivals),
                 draw_seed=draw_seed(params.seed, index, engine_seed=self.seed, number=number),
                 max_new_tokens=max_new,
@@ -159,6 +164,14 @@ class Intake:
             needed -= 1
         padding = len(tokens) - needed
         return tokens[:needed], Wants(reading=self.reading, labels=self.labels, padding=padding)
+
+    def _check_adapter(self, name: str | None) -> None:
+        if name is not None and name not in (there := self.adapters()):
+            raise RequestError(
+                f"the model has no such adapter; it has {', '.join(map(repr, sorted(there))) or 'none'}",
+                got=name,
+                fix="Pass the name of an adapter in the shared PEFT module, or lora=None for the base model.",
+            )
 
     def _tokens(self, obj: GenerateReqInput, *, special: bool) -> list[int]:
         """Ids as they are, or those of the text, with the tokenizer's own around them where `special`."""
@@ -229,11 +242,3 @@ def _turn(prompts: Sequence[GenerateReqInput], sessions: Sessions) -> Turn:
             fix="Open a session for each, or make the calls one after the other.",
         )
     return sessions.turn(session["id"])
-
-
-def _refuse_unavailable(obj: GenerateReqInput) -> None:
-    for name, asked in (("lora", obj.lora is not None),):
-        if asked:
-            raise UnavailableError(
-                f"{name} is not available in this version", got=getattr(obj, name), fix="Leave it out."
-            )

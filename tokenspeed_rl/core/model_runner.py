@@ -1,7 +1,7 @@
 """Runs one plan: tensors in, a forward over the paged cache, draws out. Decides nothing about scheduling."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,9 @@ from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.routing import count_experts, read_rows, rows_asked_for
 from tokenspeed_rl.core.sampler import Sample, sample
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
+from tokenspeed_rl.layers.lora import AdaptedRows
 from tokenspeed_rl.models import Decoder
+from tokenspeed_rl.weights.adapters import Adapter
 from tokenspeed_rl_kernels.sample import block_logsumexp, scale_logits, token_logprob
 
 PROMPT_LOGPROB_ROWS = 256
@@ -41,7 +43,15 @@ class ModelRunner:
     """The decoder, its cache and the sampler on one device. Used by the loop's thread under
     `torch.no_grad`."""
 
-    def __init__(self, decoder: Decoder, kv: KVCache, device: torch.device) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        device: torch.device,
+        adapters: Callable[[], Mapping[str, Adapter]] = dict,
+    ) -> None:
+        """`adapters` has those that requests ask for, as of now."""
+        self._adapters = adapters
         self.decoder = decoder
         self.kv = kv
         self.device = device
@@ -115,6 +125,22 @@ class ModelRunner:
             prefill_pages=self._table([c.request for c in chunks], [c.start + c.count for c in chunks]),
             prefill_starts=self._ints(np.cumsum([0, *(c.count for c in chunks)]).tolist()),
             prefill_lens=self._ints(c.start + c.count for c in chunks),
+            adapted=self._adapted(spans),
+        )
+
+    def _adapted(self, spans: Sequence[Chunk]) -> tuple[AdaptedRows, ...]:
+        """The step's rows by adapter; those of the base model are in none."""
+        if not any(span.request.lora for span in spans):
+            return ()
+        start, rows = 0, dict[str | None, list[npt.NDArray[np.int64]]]()
+        for span in spans:
+            rows.setdefault(span.request.lora, []).append(np.arange(start, start + span.count))
+            start += span.count
+        adapters = self._adapters()
+        return tuple(
+            AdaptedRows(adapters[name], None if len(rows) == 1 else self._put(np.concatenate(its_rows)))
+            for name, its_rows in rows.items()
+            if name is not None
         )
 
     def _shared_prefixes(self, decodes: Sequence[Request]) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -17,6 +17,7 @@ from tokenspeed_rl.layers.rope import inverse_frequencies
 from tokenspeed_rl.memory import Memory, memory_for
 from tokenspeed_rl.models import Decoder, DecoderSpec, module_classes, slots, spec_from_config
 from tokenspeed_rl.weights import (
+    Receipt,
     SharedWeights,
     WeightStore,
     eos_token_ids,
@@ -54,6 +55,12 @@ class ModelSource:
             self.shared = share(module, self.store, classes, version)
         self.decoder.follow_rope(_other_frequencies(self.shared.module, self.spec))
         return self.shared
+
+    def weights_changed(self, version: str | None) -> Receipt:
+        """As `SharedWeights.weights_changed`, of the module that is shared."""
+        assert self.shared is not None
+        with self._sharing:
+            return self.shared.weights_changed(version)
 
     def check_shared(self) -> None:
         """Raise `WeightsInvalidError` where a shared module's parameters moved. From any thread."""

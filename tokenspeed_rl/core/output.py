@@ -55,7 +55,7 @@ def _reading(request: Request) -> dict[str, Any]:
 
 def _asked_for(request: Request, tokenizer: Any, ids: Sequence[int], start: int) -> dict[str, Any]:
     wants, shown = request.wants, tokenizer if request.wants.text else None
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {} if request.lora is None else {"lora": request.lora}
     if wants.logprob:
         for kind in wants.kinds:
             name = "output_token_logprobs" if kind == "sampling" else f"output_token_logprobs_{kind}"

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from tokenspeed_rl.cache.kv_cache import KVLayout, LooseKV
 from tokenspeed_rl.errors import RequestError
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
+from tokenspeed_rl.layers.lora import AdaptedRows
 from tokenspeed_rl.models import Decoder
+from tokenspeed_rl.weights.adapters import Adapter
 
 _ROWS = 256
 """Positions whose logits exist at once."""
@@ -34,7 +36,14 @@ class Recomputed:
 
 
 def recompute_decoder(
-    decoder: Decoder, layout: KVLayout, ids: Sequence[int], start: int, *, temperature: float, top: int
+    decoder: Decoder,
+    layout: KVLayout,
+    ids: Sequence[int],
+    start: int,
+    *,
+    temperature: float,
+    top: int,
+    adapter: Adapter | None = None,
 ) -> Recomputed:
     """By the engine's decoder, over keys and values of its own. On the loop's thread.
 
@@ -44,15 +53,16 @@ def recompute_decoder(
         start: of the tokens to be told about, at least 1.
         temperature: of the logprobs; 0 is 1.
         top: how many most likely tokens to tell at each place.
+        adapter: to compute it with; None: the base model.
     """
     device = decoder.device
     pages = -(-len(ids) // layout.page_size)
     shape = (layout.num_layers, pages, *layout.page_shape)
     keys, values = (torch.zeros(shape, dtype=layout.dtype, device=device) for _ in range(2))
     streams: list[Tensor] = []
-    hidden = decoder.forward(
-        _one_prompt(ids, pages, device), LooseKV(tuple(keys), tuple(values)), streams=streams
-    )
+    batch = _one_prompt(ids, pages, device)
+    batch.adapted = () if adapter is None else (AdaptedRows(adapter, None),)
+    hidden = decoder.forward(batch, LooseKV(tuple(keys), tuple(values)), streams=streams)
     logprobs: list[float] = []
     best: list[list[tuple[float, int]]] = []
     for begin in range(start - 1, len(ids) - 1, _ROWS):

@@ -82,6 +82,8 @@ class Request:
     created: float
     publish: Callable[["Request"], None]
     """Called on the loop's thread when there is news for whoever waits."""
+    lora: str | None = None
+    """Name of the adapter that it is computed with; None: the base model."""
     turn: Turn | None = None
     """Of a session, which its end continues."""
 

@@ -175,7 +175,8 @@ class Scheduler:
     def _prompt_key(self, request: Request) -> tuple[object, ...]:
         start = request.wants.prompt_start
         asked = (start, request.params.temperature) if start >= 0 else ()
-        return (tuple(request.tokens[: request.prompt_len]), asked, request.wants.routed_experts)
+        tokens = tuple(request.tokens[: request.prompt_len])
+        return (request.lora, tokens, asked, request.wants.routed_experts)
 
     def _take_pages(self, request: Request) -> bool:
         """Match the prefix and take the other pages; False, with nothing held, where they aren't there.
@@ -183,7 +184,7 @@ class Scheduler:
         One page per running request stays in reserve, else admitting a request would soon cost another its
         place.
         """
-        pages, node = self.cache.match(request.tokens, request.reusable_prompt)
+        pages, node = self.cache.match(request.tokens, request.reusable_prompt, request.lora)
         needed = -(-len(request.tokens) // self.page_size) - len(pages)
         fits = needed + len(self.running) <= self.cache.num_available
         fresh = self.cache.allocate(needed) if fits else None

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from tokenspeed_rl.layers.lora import AdaptedRows
+
 
 @dataclass(slots=True, kw_only=True)
 class ForwardBatch:
@@ -33,3 +35,5 @@ class ForwardBatch:
     """[R + 1] int32, offsets into the prefill tokens (starts at 0)."""
     prefill_lens: Tensor
     """[R] int32, context length including this chunk."""
+    adapted: tuple[AdaptedRows, ...] = ()
+    """The rows that adapters are for, by adapter."""

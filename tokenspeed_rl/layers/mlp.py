@@ -6,6 +6,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenspeed_rl.layers.lora import Added
 from tokenspeed_rl.layers.projection import Parts, project
 from tokenspeed_rl_kernels import silu_mul
 
@@ -41,6 +42,10 @@ def mlp(
     gate_up_bias: Parts | None,
     down_bias: Parts | None,
     activation: str,
+    *,
+    gate_up_added: Added = (),
+    down_added: Added = (),
 ) -> Tensor:
-    """x [T, H] -> [T, H], for gate_up [2I, H] and down [H, I]."""
-    return project(ACTIVATIONS[activation](project(x, gate_up, gate_up_bias)), down, down_bias)
+    """x [T, H] -> [T, H], for gate_up [2I, H] and down [H, I], and what adapters add to their products."""
+    gates = project(x, gate_up, gate_up_bias, gate_up_added)
+    return project(ACTIVATIONS[activation](gates), down, down_bias, down_added)

@@ -1,6 +1,6 @@
 """The decoder, written once: what the families differ in is in the spec."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from tokenspeed_rl.cache.kv_cache import KVCache, LooseKV
 from tokenspeed_rl.layers.attention import AttentionPlan, HeadNorms, attention
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
+from tokenspeed_rl.layers.lora import AdaptedRows, added_to
 from tokenspeed_rl.layers.mlp import mlp
 from tokenspeed_rl.layers.moe import experts, route
 from tokenspeed_rl.layers.projection import Parts, project
@@ -108,7 +109,7 @@ class Decoder:
             x, residual = add_rms_norm(hidden, residual, self._one(names.input_norm), spec.rms_eps)
             _note(streams, residual)
             x = attention(
-                project(x, self._weights[names.qkv], get(names.qkv_bias)),
+                project(x, self._weights[names.qkv], get(names.qkv_bias), added_to(names.qkv, batch.adapted)),
                 plan,
                 kv.k[layer],
                 kv.v[layer],
@@ -116,14 +117,21 @@ class Decoder:
                 norms=self._head_norms(names),
                 window=spec.windows[layer],
             )
-            x = project(x, self._weights[names.o], get(names.o_bias))
+            x = project(x, self._weights[names.o], get(names.o_bias), added_to(names.o, batch.adapted))
             x, residual = add_rms_norm(x, residual, self._one(names.post_norm), spec.rms_eps)
-            hidden = self._feed_forward(x, layer, names, routes)
+            hidden = self._feed_forward(x, layer, names, batch.adapted, routes)
         hidden = add_rms_norm(hidden, residual, self._one("norm"), spec.rms_eps)[0]
         _note(streams, hidden)
         return hidden
 
-    def _feed_forward(self, x: Tensor, layer: int, names: _Names, routes: list[Tensor] | None) -> Tensor:
+    def _feed_forward(
+        self,
+        x: Tensor,
+        layer: int,
+        names: _Names,
+        adapted: Sequence[AdaptedRows],
+        routes: list[Tensor] | None,
+    ) -> Tensor:
         """What follows a layer's second norm: experts where it has some, else the one MLP."""
         spec, get = self.spec, self._weights.get
         if spec.experts is None or layer not in spec.experts.layers:
@@ -134,6 +142,8 @@ class Decoder:
                 get(names.gate_up_bias),
                 get(names.down_bias),
                 spec.activation,
+                gate_up_added=added_to(names.gate_up, adapted),
+                down_added=added_to(names.down, adapted),
             )
         chosen = route(x, self._one(names.router), spec.experts)
         if routes is not None:

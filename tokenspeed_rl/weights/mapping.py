@@ -11,7 +11,9 @@ from tokenspeed_rl.errors import WeightUpdateError
 FUSED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
 """Projections that share a slot, and the name under which other engines write them stacked."""
 
-_WRAPPERS = frozenset({"module", "_orig_mod"})  # data parallel and compile wrappers, at any depth
+_WRAPPERS = frozenset(
+    {"module", "_orig_mod", "base_layer"}
+)  # of data parallel, compile and PEFT, at any depth
 _ADAPTER_PREFIX = ("base_model", "model")
 _HEAD, _EMBEDDING, _SCORE = "lm_head.weight", "embed_tokens.weight", "score.weight"
 _DERIVED = "rotary_emb.inv_freq"  # older checkpoints carry it; it follows from the config
@@ -95,7 +97,8 @@ def _stacked(parts: Sequence[Part]) -> tuple[int, ...]:
 
 
 def canonical(name: str) -> str:
-    """`name` without what wrappers add: ``module.``, ``_orig_mod.`` (anywhere), ``base_model.model.``."""
+    """`name` without what wrappers add: ``module.``, ``_orig_mod.``, PEFT's ``base_layer.`` (anywhere) and
+    ``base_model.model.``."""
     pieces = [piece for piece in name.split(".") if piece not in _WRAPPERS]
     if tuple(pieces[:2]) == _ADAPTER_PREFIX:
         pieces = pieces[2:]

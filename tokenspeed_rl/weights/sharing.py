@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tokenspeed_rl.alias import are_adjacent, fuse, owns_its_storage, tensor_at
 from tokenspeed_rl.errors import ConfigError, WeightsInvalidError
+from tokenspeed_rl.weights.adapters import adapter_parameters, lora_layers, of_adapter, read_adapters
 from tokenspeed_rl.weights.mapping import Slot, canonical
+from tokenspeed_rl.weights.placement import Placement
 from tokenspeed_rl.weights.receipt import Receipt
 from tokenspeed_rl.weights.snapshot import ModuleSnapshot
 from tokenspeed_rl.weights.store import WeightStore
-from tokenspeed_rl.weights.structure import address_of, check_module, unwrap
+from tokenspeed_rl.weights.structure import check_module, peft_wrappers, unwrap
 
 
 def share(
@@ -30,13 +31,13 @@ def share(
     belongs to the module: it lives as long as any of its parameters does, also without an engine. Views of a
     parameter taken before (a `state_dict`, say) keep the old memory. Parameters that lie side by side
     already, such as another engine's adopted ones, and views into a larger buffer are read where they are; so
-    is everything that has a slot alone.
+    is everything that has a slot alone, and so are LoRA adapters.
 
     Everything is checked before the first parameter moves: a refused call leaves module and store as they
     were. (Should memory run out between two moves, the store is as it was and every value intact.)
 
     Args:
-        module: a transformers causal LM, or one inside DistributedDataParallel or torch.compile.
+        module: a transformers causal LM, or one inside DistributedDataParallel, torch.compile or PEFT's LoRA.
         store: its slots, dtype and device are what the module must fit. The change is committed in its
             version: the first set keeps the label given at construction, unless `version` names another.
         classes: names of the transformers classes that the model family is made of
@@ -46,8 +47,8 @@ def share(
     Raises:
         ConfigError: the module computes something else than the engine, or its parameters don't fit, by name.
     """
-    root = unwrap(module)
-    check_module(root, classes, store)
+    root, wrappers = unwrap(module), peft_wrappers(module)
+    check_module(root, classes, store, wrappers)
     began = time.perf_counter()
     with torch.inference_mode(False), torch.no_grad():
         params = {canonical(name): param for name, param in root.named_parameters(remove_duplicate=False)}
@@ -58,12 +59,12 @@ def share(
             for slot in store.slots
         }
         store.settle()
-    store.borrow(shared)
+    store.borrow(shared, read_adapters(root, store.slots))
     if store.version.epoch == 0 and version is None:
         store.version.start()
     else:
         store.version.commit(version)
-    return SharedWeights(root, store, classes, time.perf_counter() - began)
+    return SharedWeights(root, wrappers, store, classes, time.perf_counter() - began)
 
 
 def _join(params: list[nn.Parameter], slot: Slot, uses: Counter[int]) -> tuple[Tensor, ...]:
@@ -96,23 +97,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a parameter is found, and where its values were when it was shared."""
-
-    owner: nn.Module
-    attribute: str
-    hf_name: str
-    address: int
-    storage: torch.UntypedStorage
-    nbytes: int
-    """Of the storage."""
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
 class SharedWeights:
     """The standing agreement between a live module and a store: what is shared, and whether it still holds.
 
@@ -120,17 +104,23 @@ class SharedWeights:
     from the one that owns the store.
     """
 
-    def __init__(self, root: nn.Module, store: WeightStore, classes: Collection[str], seconds: float) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        wrappers: Sequence[nn.Module],
+        store: WeightStore,
+        classes: Collection[str],
+        seconds: float,
+    ) -> None:
         self.module = root
+        self._wrappers = wrappers
         self._store = store
         self._classes = classes
-        self._links = [
-            (f"{prefix}.{key}".lstrip("."), parent, key, child)
-            for prefix, parent in root.named_modules()
-            for key, child in parent._modules.items()
-        ]
-        self._places = list(_places(root))
-        self._seen = ModuleSnapshot(root)
+        layers = lora_layers(root)
+        self._base = Placement(
+            root, lambda name: not of_adapter(name, layers), fix="Call share_weights(module) again."
+        )
+        self._look_at_adapters()
         self.receipt = self._receipt(seconds)
 
     def check_storage(self) -> None:
@@ -140,24 +130,11 @@ class SharedWeights:
 
         Raises:
             WeightsInvalidError: a parameter was re-allocated, freed, cast, moved or replaced, or a module
-                was. The store is invalid from then on, until the module is shared again.
+                was. The store is invalid from then on, until the module is shared again, or, where it is one
+                of an adapter, until `weights_changed`.
         """
-        for name, parent, key, child in self._links:
-            if parent._modules.get(key) is not child:
-                raise self._broken(f"the module {name} was replaced or removed")
-        for place in self._places:
-            param = place.owner._parameters.get(place.attribute)
-            if param is None or type(param) is not nn.Parameter:
-                raise self._broken(f"{place.hf_name} is no plain parameter any more", param)
-            if (
-                param.data_ptr() != place.address
-                or place.storage.nbytes() != place.nbytes
-                or param.shape != place.shape
-                or param.dtype is not place.dtype
-                or param.device != place.device
-                or param.stride() != place.stride
-            ):
-                raise self._broken(f"{place.hf_name} was {_describe(place)} when it was shared", param)
+        self._check(self._base)
+        self._check(self._adapters)
 
     def check_structure(self) -> None:
         """Raise unless the module still computes what the engine does: classes, hooks, parameters.
@@ -167,7 +144,7 @@ class SharedWeights:
                 right.
         """
         try:
-            check_module(self.module, self._classes, self._store)
+            check_module(self.module, self._classes, self._store, self._wrappers)
         except ConfigError as error:
             self._store.version.invalidate(f"the shared module was changed: {error}")
             raise
@@ -175,7 +152,8 @@ class SharedWeights:
     def weights_changed(self, version: str | None = None) -> Receipt:
         """Commit the values that the trainer wrote in place, as a complete update of 0 bytes.
 
-        Cheap enough for each optimizer step: a module that looks as it did isn't judged again.
+        Cheap enough for each optimizer step: a module that looks as it did isn't judged again. Otherwise its
+        adapters are read anew: new, removed, moved and rescaled ones.
 
         Args:
             version: label of the weights; None as `WeightVersion.commit` says.
@@ -185,43 +163,32 @@ class SharedWeights:
         """
         began = time.perf_counter()
         if not self._seen.holds():
-            self.check_storage()
+            self._check(self._base)
             self.check_structure()
-            self._seen = ModuleSnapshot(self.module)
+            self._store.adapters = read_adapters(self.module, self._store.slots)
+            self._look_at_adapters()
         self._store.settle()  # an optimizer may write on a stream of its own
         self._store.version.commit(version)
         self.receipt = self._receipt(time.perf_counter() - began)
         return self.receipt
 
+    def _check(self, placement: Placement) -> None:
+        try:
+            placement.check()
+        except WeightsInvalidError as error:
+            self._store.version.invalidate(str(error))
+            raise
+
+    def _look_at_adapters(self) -> None:
+        layers = lora_layers(self.module)
+        self._adapters = Placement(
+            self.module,
+            lambda name: of_adapter(name, layers) and ".lora_dropout" not in name,
+            fix="Call weights_changed(), which reads the adapters anew.",
+        )
+        self._seen = ModuleSnapshot(self.module, self._wrappers)
+
     def _receipt(self, seconds: float) -> Receipt:
-        names = self._store.names.hf_names
+        adapters = (name for name, _ in adapter_parameters(self._store.adapters))
+        names = [*self._store.names.hf_names, *adapters]
         return self._store.receipt(loaded=names, nbytes=0, seconds=seconds, kind="shared")
-
-    def _broken(self, what: str, param: Tensor | None = None) -> WeightsInvalidError:
-        now = {} if param is None else {"got": f"now {_describe(param)}"}
-        error = WeightsInvalidError(what, fix="Call share_weights(module) again.", **now)
-        self._store.version.invalidate(str(error))
-        return error
-
-
-def _places(root: nn.Module) -> Iterable[_Place]:
-    for prefix, owner in root.named_modules(remove_duplicate=False):
-        for attribute, param in owner._parameters.items():
-            if param is not None:
-                yield _Place(
-                    owner,
-                    attribute,
-                    canonical(f"{prefix}.{attribute}"),
-                    param.data_ptr(),
-                    param.untyped_storage(),
-                    param.untyped_storage().nbytes(),
-                    param.shape,
-                    param.stride(),
-                    param.dtype,
-                    param.device,
-                )
-
-
-def _describe(held: _Place | Tensor) -> str:
-    address = held.address if isinstance(held, _Place) else address_of(held)
-    return f"{held.dtype} {list(held.shape)} on {held.device} at {address:#x}"

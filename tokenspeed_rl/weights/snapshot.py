@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
+
+from tokenspeed_rl.weights.adapters import forward_state, is_lora
 
 
 class ModuleSnapshot:
     """Everything by which a module could come to compute something else, or from other memory.
 
     Per module: its class, a `forward` of its own, hooks, children and parameters; per class: its `forward`;
-    per parameter: address, size of the storage, shape, strides, dtype and device. Values don't count. It
-    keeps what it has seen alive, so that no identity is used twice.
+    per parameter: address, size of the storage, shape, strides, dtype and device; per layer of PEFT's: its
+    scaling, and what is merged. Values don't count. It keeps what it has seen alive, so that no identity is
+    used twice.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, wrappers: Sequence[nn.Module] = ()) -> None:
+        """`wrappers` are looked at too, without what they hold."""
         self._root = root
-        modules = list(root.modules())
+        modules = [*wrappers, *root.modules()]
         self._modules = [
             (
                 module.__dict__,
@@ -36,6 +42,7 @@ class ModuleSnapshot:
         kinds = {type(module) for module in modules}
         self._forwards = {kind: kind.forward for kind in kinds}
         self._activation = self._look_at_activation()
+        self._adapted = [(module, forward_state(module)) for module in modules if is_lora(module)]
 
     def holds(self) -> bool:
         """Whether all of it is as it was; False may be harmless, and wants a closer look."""
@@ -53,6 +60,7 @@ class ModuleSnapshot:
             self._look_at_places() == self._places
             and all(kind.forward is forward for kind, forward in self._forwards.items())
             and self._look_at_activation() == self._activation
+            and all(forward_state(module) == state for module, state in self._adapted)
         )
 
     def _look_at_places(self) -> list[tuple[object, ...]]:

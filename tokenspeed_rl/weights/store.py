@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tokenspeed_rl.errors import WeightsInvalidError
 from tokenspeed_rl.region import Region
+from tokenspeed_rl.weights.adapters import Adapter, adapter_parameters
 from tokenspeed_rl.weights.digest import checksum
 from tokenspeed_rl.weights.mapping import NameMap, Slot, Target
 from tokenspeed_rl.weights.plain import lacks_memory
@@ -24,7 +25,8 @@ class WeightStore:
     """Every slot's tensors, their version, and the Hugging Face names under which they are read and written.
 
     `weights` is what the decoder reads: slot name -> ``(fused,)``, or the parts in order where they don't lie
-    side by side. The dict is one object for life. Owned tensors keep their addresses for life; sharing
+    side by side. The dict is one object for life. `adapters` has a module's LoRA adapters by name; it is
+    replaced whole, and may be read on any thread. Owned tensors keep their addresses for life; sharing
     replaces values. Not thread-safe: the loop's thread calls, but for an update's writes, which come on its
     caller's while the loop takes no steps. Owned tensors are ordinary ones also where the caller infers.
     """
@@ -46,6 +48,7 @@ class WeightStore:
         self.device = torch.device(device)
         self.version = WeightVersion(version)
         self.weights: dict[str, tuple[Tensor, ...]] = {}
+        self.adapters: Mapping[str, Adapter] = {}
         self.owned = False
         self.region: Region | None = None
         self.guard: Callable[[Callable[[], str | None]], str | None] = _at_once
@@ -78,15 +81,20 @@ class WeightStore:
             )
         self.owned = True
 
-    def borrow(self, tensors: Mapping[str, tuple[Tensor, ...]]) -> None:
-        """Read every slot from somebody else's tensors from now on; memory of the engine's own is let go."""
+    def borrow(
+        self, tensors: Mapping[str, tuple[Tensor, ...]], adapters: Mapping[str, Adapter] | None = None
+    ) -> None:
+        """Read every slot, and these adapters, from somebody else's tensors from now on; memory of the
+        engine's own is let go."""
         self.weights.update(tensors)
+        self.adapters = adapters or {}
         self.owned = False
         self._let_go()
 
     def close(self) -> None:
         """Forget every tensor, and give back what is the engine's own as soon as nobody holds one."""
         self.weights.clear()
+        self.adapters = {}
         self._let_go()
 
     def parts(self, target: Target) -> list[Tensor]:
@@ -97,10 +105,7 @@ class WeightStore:
         """
         tensors = self.weights[target.slot.name]
         if not self.owned and any(map(lacks_memory, tensors)):
-            raise WeightsInvalidError(
-                f"the memory of {target.slot.name} was freed by its trainer",
-                fix="Call share_weights(module) again.",
-            )
+            raise _freed(target.slot.name)
         if (found := self._as_they_lie(target)) is not None:
             return found
         sizes = [part.shape[0] for part in target.slot.parts]
@@ -175,10 +180,27 @@ class WeightStore:
         self._changes += 1
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, live view) of every weight, ties once, in slot order."""
+        """(Hugging Face name, live view) of every weight, ties once, in slot order; then (PEFT's name
+        without its prefix, live view) of the adapters' tensors."""
         for slot in self.slots:
             views = self.parts(Target.whole(slot))
             yield from zip((part.hf_name for part in slot.parameters), views, strict=True)
+        for name, tensor in adapter_parameters(self.adapters):
+            if lacks_memory(tensor):
+                raise _freed(name)
+            yield name, tensor
+
+    def find(self, name: str) -> list[Tensor] | None:
+        """The parts of a weight by any of its names, or an adapter's tensor by PEFT's; None: there is none.
+
+        Raises:
+            WeightsInvalidError: as `parts`.
+        """
+        target = self.names.resolve(name)
+        if target is not None:
+            return self.parts(target)
+        bare = self.names.canonical(name)
+        return next(([tensor] for other, tensor in adapter_parameters(self.adapters) if other == bare), None)
 
     def checksum(self) -> str:
         """`tokenspeed_rl.weights.checksum` of `parameters`."""
@@ -230,6 +252,12 @@ class WeightStore:
 
     def _holds(self, epoch: int) -> bool:
         return self.version.valid and self.version.epoch == epoch
+
+
+def _freed(name: str) -> WeightsInvalidError:
+    return WeightsInvalidError(
+        f"the memory of {name} was freed by its trainer", fix="Call share_weights(module) again."
+    )
 
 
 def _at_once(read: Callable[[], str | None]) -> str | None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from tokenspeed_rl.errors import ConfigError
+from tokenspeed_rl.weights.adapter_faults import adapter_faults
+from tokenspeed_rl.weights.adapters import inside_peft, is_lora, lora_layers, of_adapter
 from tokenspeed_rl.weights.mapping import Slot, canonical
 from tokenspeed_rl.weights.plain import lacks_memory
 from tokenspeed_rl.weights.store import WeightStore
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
-_HARMLESS_HOOKS = frozenset({"output_capturing_hook", "make_inputs_require_grads"})
-"""Forward hooks that transformers leaves on modules and that change no value: they record, or mark."""
+_HARMLESS_HOOKS = frozenset(
+    {"output_capturing_hook", "make_inputs_require_grads", "make_inputs_require_grad"}
+)
+"""Forward hooks of transformers and PEFT that change no value: they record, or mark."""
 _STATELESS = (nn.ModuleList, nn.Dropout)
 """Modules of torch's own that transformers' models have beside those with weights."""
 _KINDS = {
@@ -32,26 +36,42 @@ _SHOWN = 3
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside data-parallel and compile wrappers, which compute the same."""
-    while (attribute := _WRAPPERS.get(type(module).__name__)) is not None:
-        module = getattr(module, attribute)
-    return module
+    """The module inside data-parallel and compile wrappers, which compute the same, and inside PEFT's, whose
+    adapters lie beside its layers."""
+    return list(_layers_of(module))[-1]
 
 
-def check_module(root: nn.Module, classes: Collection[str], store: WeightStore) -> None:
+def peft_wrappers(module: nn.Module) -> list[nn.Module]:
+    """PEFT's wrappers around the module that `unwrap` finds, outermost first."""
+    return [wrapper for wrapper in _layers_of(module) if inside_peft(wrapper) is not None]
+
+
+def _layers_of(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    attribute = _WRAPPERS.get(type(module).__name__)
+    inner = inside_peft(module) if attribute is None else getattr(module, attribute)
+    if inner is not None:
+        yield from _layers_of(inner)
+
+
+def check_module(
+    root: nn.Module, classes: Collection[str], store: WeightStore, wrappers: Sequence[nn.Module] = ()
+) -> None:
     """Raise unless `root` computes what the engine does, with parameters that fit the store's slots.
 
     Refused: classes other than the family's, forward hooks and pre-hooks, a `forward` of an instance's own,
-    parametrised or replaced projections, adapters and any other parameter that is no weight of the model,
-    missing or mis-shaped weights, quantised, sharded, meta or freed tensors, another dtype or device than the
-    store's. Accepted, as they leave forward values alone: backward hooks, gradient checkpointing, frozen
-    parameters, the hooks by which transformers records hidden states; and train mode: what the engine
-    computes is what the module does in eval mode, without dropout.
+    parametrised or replaced projections, adapters other than plain LoRA beside projections, any other
+    parameter that is no weight of the model, missing or mis-shaped weights, quantised, sharded, meta or freed
+    tensors, another dtype (adapters aside) or device than the store's. Accepted, as they leave forward values
+    alone: backward hooks, gradient checkpointing, frozen parameters, the hooks by which transformers records
+    hidden states; and train mode: what the engine computes is what the module does in eval mode, without
+    dropout.
 
     Args:
         root: a transformers model with its head, unwrapped.
         classes: names of the transformers classes that the model is made of, such as ``Qwen3Attention``.
         store: its slots, dtype and device.
+        wrappers: of PEFT, around it.
 
     Raises:
         ConfigError: the number of faults and the first few, by module or parameter name.
@@ -61,19 +81,24 @@ def check_module(root: nn.Module, classes: Collection[str], store: WeightStore) 
         raise ConfigError(
             f"the module to share must be exactly a transformers {known}",
             got=type(root),
-            fix="Pass the model itself, not a part, a subclass or a wrapper of it.",
+            fix="Pass the model itself, not a part, a subclass or a wrapper of it (of PEFT's, only LoRA's).",
         )
-    faults = [*_module_faults(root, classes, store.slots), *_parameter_faults(root, store)]
+    faults = [
+        *_wrapper_faults(wrappers),
+        *adapter_faults(root, store.slots),
+        *_module_faults(root, classes, store.slots),
+        *_parameter_faults(root, store),
+    ]
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise ConfigError(
             f"this {type(root).__name__} can't share its weights: {'; '.join(faults[:_SHOWN])}{more}",
-            fix="Share the plain transformers model, without hooks, adapters or other modules added to it.",
+            fix="Share the transformers model, plain or with PEFT's plain LoRA, without anything else added.",
         )
 
 
 def _module_faults(root: nn.Module, classes: Collection[str], slots: Collection[Slot]) -> Iterator[str]:
-    owners = _parameter_owners(slots)
+    owners, layers = _parameter_owners(slots), lora_layers(root)
     config = getattr(root, "config", None)
     activation = getattr(config, "hidden_act", None)
     for name, module in root.named_modules(remove_duplicate=False):
@@ -81,7 +106,9 @@ def _module_faults(root: nn.Module, classes: Collection[str], slots: Collection[
             continue
         shown = name or "the module itself"
         expected = owners.get(canonical(name))
-        if name.rpartition(".")[2] == "act_fn":
+        if is_lora(module) or of_adapter(canonical(name), layers):
+            pass  # `adapter_faults` judges them
+        elif name.rpartition(".")[2] == "act_fn":
             if activation not in ACT2FN or type(module) is not type(ACT2FN[activation]):
                 yield f"{shown} is {_full_name(module)}, not the config's {activation!r}"
         elif expected is not None:
@@ -102,6 +129,10 @@ def _routing_faults(shown: str, router: nn.Module, config: object) -> Iterator[s
             yield f"{shown}.{attribute} is {here}, not the config's {there}"
 
 
+def _wrapper_faults(wrappers: Sequence[nn.Module]) -> Iterator[str]:
+    return (fault for wrapper in wrappers for fault in _overrides(_full_name(wrapper), wrapper))
+
+
 def _parameter_owners(slots: Collection[Slot]) -> dict[str, str]:
     """Name of each module that holds weights -> how its class name must end."""
     owners: dict[str, str] = {}
@@ -119,7 +150,7 @@ def _overrides(shown: str, module: nn.Module) -> Iterator[str]:
     home = str(getattr(type(module).forward, "__module__", None))
     if "forward" in vars(module):
         yield f"{shown} has a forward of its own"
-    elif not home.startswith(("transformers.", "torch.")):
+    elif not home.startswith(("transformers.", "torch.", _home(module))):
         yield f"{shown} has its class's forward replaced by one of {home}"
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for hook in hooks.values():
@@ -127,14 +158,19 @@ def _overrides(shown: str, module: nn.Module) -> Iterator[str]:
                 yield f"{shown} has a forward hook ({getattr(hook, '__qualname__', type(hook).__name__)})"
 
 
+def _home(module: nn.Module) -> str:
+    """Where the forward of PEFT's own classes must be from."""
+    return "peft." if is_lora(module) or inside_peft(module) is not None else "torch."
+
+
 def _is_harmless(hook: object) -> bool:
-    return getattr(hook, "__name__", None) in _HARMLESS_HOOKS and str(
-        getattr(hook, "__module__", "")
-    ).startswith("transformers.")
+    home = str(getattr(hook, "__module__", ""))
+    return getattr(hook, "__name__", None) in _HARMLESS_HOOKS and home.startswith(("transformers.", "peft."))
 
 
 def _parameter_faults(root: nn.Module, store: WeightStore) -> Iterator[str]:
     shapes = {part.hf_name: part.shape for slot in store.slots for part in slot.parameters}
+    layers = lora_layers(root)
     found = {canonical(name): param for name, param in root.named_parameters(remove_duplicate=False)}
     head = found.pop("lm_head.weight", None) if store.names.tied else None
     embedding = found.get(store.names.embedding)
@@ -144,25 +180,27 @@ def _parameter_faults(root: nn.Module, store: WeightStore) -> Iterator[str]:
         if name not in found:
             yield f"{name} is missing"
     for name, param in found.items():
-        if name not in shapes:
+        adapter = of_adapter(name, layers)
+        if name not in shapes and not adapter:
             yield f"{name} is no weight of the model"
             continue
-        kind = _kind(param, store)
+        kind = _kind(param, store, cast=adapter)
         if kind is not None:
             yield f"{name} is {kind}"
-        elif tuple(param.shape) != shapes[name]:
+        elif not adapter and tuple(param.shape) != shapes[name]:
             yield f"{name} has shape {list(param.shape)}, not {list(shapes[name])}"
 
 
-def _kind(param: Tensor, store: WeightStore) -> str | None:
-    """What makes a parameter unfit, whatever its shape."""
+def _kind(param: Tensor, store: WeightStore, *, cast: bool) -> str | None:
+    """What makes a parameter unfit, whatever its shape; with `cast` its dtype may be another than the
+    store's."""
     if type(param) is not nn.Parameter or type(param.data) is not torch.Tensor:
         return f"a {type(param.data).__name__} (sharded or quantised), not a plain parameter"
     if param.device.type == "meta":
         return "on the meta device, without values"
     if param.layout is not torch.strided or not param.is_floating_point():
         return f"{param.dtype} {param.layout}, not a plain float tensor"
-    if param.dtype is not store.dtype:
+    if param.dtype is not store.dtype and not cast:
         return f"{param.dtype}, but the engine's dtype is {store.dtype}"
     if not same_device(param.device, store.device):
         return f"on {param.device}, but the engine's device is {store.device}"
