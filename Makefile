@@ -39,6 +39,7 @@ bench: .venv/smollm2
 	$(BIN)/python benchmarks/rollout.py --peers transformers
 	$(BIN)/python benchmarks/weight_sync.py
 	$(BIN)/python benchmarks/sleep_wake.py
+	$(BIN)/python benchmarks/step_profile.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

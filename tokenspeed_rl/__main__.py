@@ -1,4 +1,5 @@
-"""python -m tokenspeed_rl {env,generate,plot}: the machine, text out of a model, a run's curves."""
+"""python -m tokenspeed_rl {env,generate,plot,replay}: the machine, text out of a model, a run's curves, and
+dumped requests once more."""
 
 from __future__ import annotations
 
@@ -69,6 +70,18 @@ def plot(arguments: argparse.Namespace) -> None:
     print(folder / "curve.png")
 
 
+def replay(arguments: argparse.Namespace) -> int:
+    """Run the requests of a dump again and print what differs; 0 if nothing does, else 1."""
+    from tokenspeed_rl import Engine
+    from tokenspeed_rl.replay import compare, read_dump, replay, report
+
+    samples = read_dump(arguments.dump)[: arguments.limit]
+    with Engine(arguments.model, dtype=arguments.dtype, device=arguments.device) as engine:
+        differences = [compare(*pair) for pair in zip(samples, replay(engine, samples), strict=True)]
+    print(report(differences, arguments.tolerance))
+    return 0 if all(each.within(arguments.tolerance) for each in differences) else 1
+
+
 def _version(name: str) -> str:
     try:
         return metadata.version(name)
@@ -120,17 +133,26 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("plot", help="draw curve.png out of a run's metrics.jsonl")
     command.add_argument("run", type=Path, help="folder of the run")
     command.add_argument("--metrics", nargs="+", help="which ones; all by default")
+    command = commands.add_parser("replay", help="run dumped requests again and compare")
+    command.add_argument("dump", type=Path, help="a file of dump_requests_folder, or the folder")
+    command.add_argument("--model", required=True, help="Hugging Face directory or hub id")
+    command.add_argument("--limit", type=int, help="only so many samples, from the first")
+    command.add_argument("--tolerance", type=float, default=1e-3, help="of a logprob; default: 0.001")
+    command.add_argument("--dtype", default="auto")
+    command.add_argument("--device", default="auto")
     return parser
 
 
 def main() -> int:
-    """Run one command; the exit status is 0, or 2 for a request that is refused."""
+    """Run one command; the exit status is 0, 1 for a replay that differs, or 2 for what is refused."""
     arguments = _parser().parse_args()
     try:
         if arguments.command == "env":
             env()
         elif arguments.command == "generate":
             generate(arguments)
+        elif arguments.command == "replay":
+            return replay(arguments)
         else:
             plot(arguments)
     except TokenSpeedError as error:

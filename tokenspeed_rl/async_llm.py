@@ -15,11 +15,13 @@ from torch import nn
 
 from tokenspeed_rl.client_control import ControlMembers
 from tokenspeed_rl.client_experts import ExpertMembers
+from tokenspeed_rl.client_profile import ProfileMembers
 from tokenspeed_rl.client_sessions import SessionMembers
+from tokenspeed_rl.client_state import StateMembers
 from tokenspeed_rl.client_weights import WeightMembers
 from tokenspeed_rl.config import EngineConfig, from_overrides
 from tokenspeed_rl.core.engine_core import EngineCore
-from tokenspeed_rl.errors import ConfigError, EngineStateError, RequestError
+from tokenspeed_rl.errors import ConfigError, RequestError
 from tokenspeed_rl.explain import Explanation, explain
 from tokenspeed_rl.generate_stream import GenerateStream, Progress
 from tokenspeed_rl.protocol import EngineClient
@@ -27,16 +29,20 @@ from tokenspeed_rl.requests import (
     EmbeddingReqInput,
     FlushCacheReqOutput,
     GenerateReqInput,
-    GetLoadReqOutput,
 )
 from tokenspeed_rl.sampling_params import check_bool, check_timeout
-from tokenspeed_rl.unavailable import UnavailableMembers
 
 R = TypeVar("R")
 
 
 class AsyncLLM(
-    WeightMembers, ControlMembers, ExpertMembers, SessionMembers, UnavailableMembers, EngineClient
+    WeightMembers,
+    ControlMembers,
+    SessionMembers,
+    ExpertMembers,
+    StateMembers,
+    ProfileMembers,
+    EngineClient,
 ):
     """An engine, for callers on any number of event loops and threads.
 
@@ -62,7 +68,7 @@ class AsyncLLM(
         process_group: Any = None,
         **overrides: Any,
     ) -> None:
-        self._status = "starting"
+        self._mark("starting")
         if process_group is not None:
             raise ConfigError(
                 "process_group is for tensor parallelism, which this version lacks", fix="Leave it out."
@@ -80,7 +86,7 @@ class AsyncLLM(
         self.is_image_gen = False
         self._finalizer = weakref.finalize(self, self._core.shutdown)
         _end_with_the_interpreter(self._finalizer)
-        self._status = "up"
+        self._mark("up")
 
     # Requests
 
@@ -112,10 +118,7 @@ class AsyncLLM(
         check_bool("wait", wait)
         core = self._core
         self.check_alive()
-        if self._status == "unhealthy":
-            raise EngineStateError(
-                "the engine was marked unhealthy", fix="Call mark_server_up() when it is not."
-            )
+        self.check_healthy()
         if not wait:
             self.require_runnable()  # before anything is mapped for it
         core.life.check_shared()
@@ -186,53 +189,6 @@ class AsyncLLM(
     def gracefully_exit(self) -> bool:
         """True once shutdown has begun."""
         return self._core.loop.closing
-
-    def is_server_starting(self) -> bool:
-        """Whether the constructor still runs."""
-        return self._status == "starting"
-
-    def mark_server_up(self) -> None:
-        """Accept requests (again)."""
-        self.check_alive()
-        self._status = "up"
-
-    def mark_server_unhealthy(self) -> None:
-        """Refuse new requests until `mark_server_up`."""
-        self.check_alive()
-        self._status = "unhealthy"
-
-    def load(self) -> list[GetLoadReqOutput]:
-        """Unfinished samples, how many of them are not running, and pages in use."""
-        self.check_alive()
-        core = self._core
-        live, running = core.loop.num_live, len(core.scheduler.running)
-        pages = core.cache.pool.num_used - core.cache.num_idle
-        return [
-            GetLoadReqOutput(
-                dp_rank=0, num_reqs=live, num_waiting_reqs=max(0, live - running), num_pages=pages
-            )
-        ]
-
-    async def get_load(self) -> list[GetLoadReqOutput]:
-        """`load`."""
-        return self.load()
-
-    def internal_state(self) -> list[dict[Any, Any]]:
-        """Settings, the three axes of state, queues, cache and totals, as of now."""
-        self.check_alive()
-        state = self._core.snapshot()
-        return [
-            {
-                "server_args": dataclasses.asdict(self.server_args),
-                "status": self._status,
-                "last_refusal": self.refusal,
-                **state,
-            }
-        ]
-
-    async def get_internal_state(self) -> list[dict[Any, Any]]:
-        """`internal_state`."""
-        return self.internal_state()
 
     def explain(
         self,

@@ -77,6 +77,16 @@ class EngineConfig:
     log_level: str = "warning"
     """From which level on this engine's messages reach the `tokenspeed_rl` logger's handlers: debug, info,
     warning, error or critical."""
+    log_requests: bool = False
+    """Log a line about every request that ends, at info and whatever `log_level` is."""
+    log_requests_level: int = 0
+    """0: ids and counts, 1: also sampling parameters, 2: also prompts and outputs, shortened."""
+    dump_requests_folder: str = ""
+    """Where ended requests are written as JSON lines, in files of mode 0600; "": nowhere."""
+    dump_requests_threshold: int = 1000
+    """Samples per file of the dump."""
+    watchdog_timeout: float | None = 300.0
+    """Seconds after which a step or command that has not returned makes the engine unhealthy; None: never."""
 
     def validate(self) -> None:
         """Check every field.
@@ -129,6 +139,7 @@ def _wrong_types(config: EngineConfig) -> list[tuple[str, str]]:
         "int": (int,),
         "int | None": (int, type(None)),
         "float": (float, int),
+        "float | None": (float, int, type(None)),
         "bool": (bool,),
     }
     problems = []
@@ -170,6 +181,7 @@ def _wrong_values(config: EngineConfig) -> list[tuple[str, str]]:
         "page_size",
         "max_total_tokens",
         "chunked_prefill_size",
+        "dump_requests_threshold",
     )
     for name in counts:
         value = getattr(config, name)
@@ -180,6 +192,10 @@ def _wrong_values(config: EngineConfig) -> list[tuple[str, str]]:
     fraction = config.mem_fraction
     in_range = isinstance(fraction, float | int) and math.isfinite(fraction) and 0 < fraction <= 1
     require("mem_fraction", in_range, "above 0 and at most 1", "0.5 is half of the free memory.")
+    one_of("log_requests_level", 0, 1, 2)
+    patience = config.watchdog_timeout
+    bounded = patience is None or (isinstance(patience, float | int) and 0 < patience < math.inf)
+    require("watchdog_timeout", bounded, "above 0 and finite, or None", "None never looks.")
     require("reserve_bytes", _at_least(config.reserve_bytes, 0), "at least 0", "0 reserves nothing.")
     seed_fits = _at_least(config.seed, 0) and config.seed < 2**63
     require("seed", seed_fits, "in 0 .. 2**63 - 1", "Any such number will do.")

@@ -11,25 +11,30 @@ from tokenspeed_rl.client_base import make_request
 from tokenspeed_rl.config import EngineConfig
 from tokenspeed_rl.engine_control import ControlVerbs
 from tokenspeed_rl.engine_experts import ExpertVerbs
+from tokenspeed_rl.engine_profile import ProfileVerbs
 from tokenspeed_rl.engine_scores import ScoreVerbs
 from tokenspeed_rl.engine_sessions import SessionVerbs
+from tokenspeed_rl.engine_state import StateVerbs
 from tokenspeed_rl.engine_weights import WeightVerbs
 from tokenspeed_rl.errors import RequestError
 from tokenspeed_rl.explain import Explanation
 from tokenspeed_rl.llm import LLM
 from tokenspeed_rl.prompts import chat_ids
-from tokenspeed_rl.requests import (
-    FlushCacheReqOutput,
-    GenerateReqInput,
-    GetLoadReqOutput,
-)
+from tokenspeed_rl.requests import FlushCacheReqOutput, GenerateReqInput
 from tokenspeed_rl.sampling_params import SamplingParams, check_timeout
-from tokenspeed_rl.unavailable import UnavailableVerbs
 
 Params = SamplingParams | Mapping[str, Any] | Sequence[SamplingParams | Mapping[str, Any]] | None
 
 
-class Engine(WeightVerbs, ControlVerbs, ScoreVerbs, SessionVerbs, ExpertVerbs, UnavailableVerbs):
+class Engine(
+    WeightVerbs,
+    ControlVerbs,
+    ScoreVerbs,
+    SessionVerbs,
+    ExpertVerbs,
+    StateVerbs,
+    ProfileVerbs,
+):
     """Generates inside the trainer's process; any method may be called from any thread while another
     generates.
 
@@ -196,14 +201,6 @@ class Engine(WeightVerbs, ControlVerbs, ScoreVerbs, SessionVerbs, ExpertVerbs, U
     def flush_cache(self) -> FlushCacheReqOutput:
         """Forget all cached prefixes."""
         return self.llm.run(self.client.flush_cache())
-
-    def get_load(self) -> list[GetLoadReqOutput]:
-        """See `AsyncLLM.load`. At once, whatever else the facade is busy with."""
-        return self.client.load()
-
-    def get_internal_state(self) -> list[dict[Any, Any]]:
-        """See `AsyncLLM.internal_state`. At once, as `get_load`."""
-        return self.client.internal_state()
 
     # End
 

@@ -44,10 +44,6 @@ class EngineStateError(TokenSpeedError):
     """The call does not fit the engine's state (paused, asleep, updating ...). Nothing was changed."""
 
 
-class UnavailableError(EngineStateError):
-    """This member of the contract is not available in this version. Nothing was changed."""
-
-
 class WeightsInvalidError(EngineStateError):
     """The weights are not a complete set, so nothing may be computed with them until a complete update."""
 

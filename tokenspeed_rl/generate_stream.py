@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenspeed_rl.core.engine_loop import EngineLoop
 from tokenspeed_rl.core.output import StreamCursor, result
-from tokenspeed_rl.core.request import Request
+from tokenspeed_rl.core.request import ABANDONED, Request
 from tokenspeed_rl.errors import EngineStateError, EngineTimeoutError, TokenSpeedError
 
 
@@ -187,17 +187,17 @@ class GenerateStream(AsyncGenerator[Any, None]):
     def __del__(self) -> None:
         if not self._over:
             self._over = True
-            self._loop.end_soon(self._requests, "abandoned by its caller")
+            self._loop.end_soon(self._requests, ABANDONED[0])
 
     def abandon(self) -> None:
         """End what is unfinished. From any thread; idempotent."""
         if not self._over:
             self._over = True
-            self._loop.end(self._requests, "abandoned by its caller")
+            self._loop.end(self._requests, ABANDONED[0])
 
     def _abandon_later(self) -> Callable[[], None]:
         loop, requests = self._loop, self._requests
-        return lambda: loop.end(requests, "its caller's event loop is closed")
+        return lambda: loop.end(requests, ABANDONED[1])
 
     def _tell(self, finished: int) -> None:
         while self._on_finish is not None and self._told < finished:

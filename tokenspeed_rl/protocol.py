@@ -5,7 +5,7 @@ loop runs them between two steps, in order of arrival. After `shutdown` everythi
 the `is_*` calls raises `EngineShutdownError`, and callers that wait then are woken with it; when the loop
 has failed they get `EngineDeadError` with the first cause chained. A tuple result unpacks to exactly the
 items shown and may carry `.report`; the reason of a refusal that a `bool` reports is
-`get_internal_state()[0]["last_refusal"]`. A member that a version does not offer raises `UnavailableError`.
+`get_internal_state()[0]["last_refusal"]`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,11 @@ class EngineClient(Protocol):
         """Drop every prefix that no live request uses and free its pages, after the running step."""
 
     def configure_logging(self, obj: ConfigureLoggingReq) -> None:
-        """Change what is logged or dumped about requests; fields that are None stay as they are."""
+        """Change what is logged or dumped about requests; fields that are None stay as they are.
+
+        Raises:
+            RequestError, ConfigError: a level that isn't, or a folder that can't be written; nothing changed.
+        """
 
     async def pause_scheduler(self, *, mode: str = "abort") -> bool:
         """Stop admission and settle what is in flight as `mode` says.
@@ -131,7 +135,7 @@ class EngineClient(Protocol):
         ...
 
     def mark_server_up(self) -> None:
-        """Accept new requests again after `mark_server_unhealthy`."""
+        """Accept new requests again after `mark_server_unhealthy`; a step that hangs still keeps them out."""
 
     def mark_server_unhealthy(self) -> None:
         """Refuse new requests with `EngineStateError` until `mark_server_up`; those in flight go on."""
@@ -200,20 +204,28 @@ class EngineClient(Protocol):
         record_shapes: bool | None = None,
         profile_by_stage: bool = False,
     ) -> Any:
-        """Profile the engine's steps with torch's profiler.
+        """Profile the engine's steps with torch's profiler, as Chrome traces; returns what was begun.
 
         Args:
-            output_dir: where traces go.
-            start_step: the engine step at which to begin; None: the next one.
-            num_steps: how many steps; None: until `stop_profile`.
+            output_dir: where traces go; None: "profiles" in the working directory.
+            start_step: the count of steps taken (`steps` of the internal state) at which to begin; None: now.
+            num_steps: how many steps, of each stage if they are told apart; None: until `stop_profile`.
             activities: of "CPU" and "GPU".
             with_stack: record Python stacks.
             record_shapes: record the shapes of operators' inputs.
             profile_by_stage: separate traces for prefill and decode steps.
+
+        Raises:
+            RequestError: a bad argument, or a folder that can't be written. EngineStateError: a profile is
+                going on, of this engine or of another profiler in the process. Nothing was started.
         """
 
     async def stop_profile(self) -> Any:
-        """End a profile and write its trace."""
+        """End a profile, or learn that it ended by itself; returns the list of its traces' paths.
+
+        Raises:
+            EngineStateError: there is none, or it failed.
+        """
 
     async def start_expert_distribution_record(self) -> None:
         """Begin to count the tokens that each expert is sent."""
@@ -225,7 +237,8 @@ class EngineClient(Protocol):
         """Write the counts out and reset them."""
 
     async def get_internal_state(self) -> list[dict[Any, Any]]:
-        """One dict per data-parallel rank (here one): settings, version, admission, residency, counters."""
+        """One dict per data-parallel rank (here one) that JSON can hold: settings, the three axes of state,
+        version, memory, queues, rates, counts, health; from a snapshot, also while a step hangs."""
         ...
 
     async def set_internal_state(self, obj: SetInternalStateReq) -> list[bool]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenspeed_rl.errors import RequestError, nearest
 
-_MAX_SEED = 2**63 - 1
+_MAX_SEED = 2**64 - 1
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)

@@ -343,3 +343,24 @@ def test_switched_off_it_only_counts() -> None:
     table = filled(cache, [1, 1, 2, 2])[0]
     assert table == [0, 1]
     assert (found(cache, [1, 1, 2, 2]), cache.num_cached, cache.pool.num_free) == (0, 0, 2)
+
+
+def test_switched_on_again_it_knows_what_came_before() -> None:
+    """`enable_prefix_caching` may change under a request: pages that follow what wasn't kept are found by
+    nobody, and two of the same tokens behind different ones are never taken for one."""
+    cache = PrefixCache(PagePool(8), SIZE)
+    filled(cache, [1, 1, 2, 2])
+    cache.enable(False)
+    assert cache.num_cached == 0
+    owned = []
+    for begin in ((3, 3), (4, 4)):
+        (first, second) = cache.allocate(2) or []
+        node, first = cache.insert(cache.root, begin, first)
+        owned.append((node, [first, second]))
+    cache.enable(True)
+    for node, pages in owned:
+        assert cache.insert(node, (5, 5), pages[1])[1] == pages[1]
+    assert [found(cache, ids) for ids in ([1, 1], [3, 3], [4, 4], [5, 5])] == [0, 0, 0, 0]
+    for _, pages in owned:
+        cache.release(pages)
+    assert cache.num_available == 8 and len(cache.allocate(8) or []) == 8

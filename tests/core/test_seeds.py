@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenspeed_rl.core.seeds import draw_seed, mix
+from tokenspeed_rl.core.seeds import MASK, draw_seed, mix, seed_of, unmix
 
-seeds = st.integers(0, 2**63 - 1)
+seeds = st.integers(0, 2**64 - 1)
 pairs = st.tuples(seeds, seeds)
 
 
@@ -51,6 +51,18 @@ def test_keys_are_the_same_on_every_machine() -> None:
     assert mix(0) == 0xE220A8397B1DCDAF, "the first output of splitmix64 with seed 0"
     assert draw_seed(7, 0, engine_seed=0, number=0) == -8174053981357693207
     assert draw_seed(None, 3, engine_seed=7, number=11) == -8956264702385028220
+
+
+@given(seeds, st.integers(0, 999), seeds)
+def test_any_sample_can_be_drawn_again_as_a_request_of_its_own(seed: int, child: int, number: int) -> None:
+    """A dump says with which seed a request of one sample draws what some sample drew, with or without a seed
+    of its own."""
+    assert unmix(mix(seed)) == mix(unmix(seed)) == seed
+    for asked in (seed, None):
+        key = draw_seed(asked, child, engine_seed=7, number=number)
+        again = seed_of(key)
+        assert 0 <= again <= MASK and draw_seed(again, 0, engine_seed=1, number=2) == key
+    assert seed_of(draw_seed(seed, 0, engine_seed=7, number=number)) == seed
 
 
 def test_keys_are_spread_over_all_bits() -> None:

@@ -125,7 +125,7 @@ def test_shutdown_from_several_threads(counting: Any, make_engine: Any, step_gat
         gate.open()
         for future in ending:
             future.result(WAIT)
-    assert returned == [[False, False]] * 4
+    assert returned == [[False] * len(threads)] * 4 and len(threads) == 3
     with engine, engine:
         pass
 

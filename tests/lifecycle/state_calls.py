@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tests.lifecycle.driven import FIELDS, GROUP, PROMPT, WAIT, Driven
-from tests.lifecycle.state_table import ATTRIBUTES, EXPERTS
+from tests.lifecycle.state_table import ATTRIBUTES, EXPERTS, PROFILE
 from tests.lifecycle.states import Call
 from tokenspeed_rl import requests
 from tokenspeed_rl.errors import WeightUpdateError
@@ -22,6 +22,11 @@ CHAT: dict[str, Any] = {
     "chat_template": bytes(PROMPT).decode(),
 }
 WITHIN = {"paused", "resident"}
+SETTINGS: dict[str, Any] = {"server_args": {"enable_prefix_caching": True}, "weight_version": "x"}
+KEYWORDS: dict[str, dict[str, Any]] = {
+    "set_internal_state": SETTINGS,
+    "configure_logging": {"log_requests": False},
+}
 OUTPUT: dict[str, Any] = {
     "output_ids": PROMPT[:1],
     "meta_info": {
@@ -43,7 +48,22 @@ def act(driven: Driven, call: Call) -> Any:
         return _leave(driven, call)
     if call.member in EXPERTS:
         return _record(driven, call)
+    if call.member in PROFILE:
+        return _profile(driven, call)
     return _plain(driven, call)
+
+
+def _profile(driven: Driven, call: Call) -> Any:
+    """Between a start and a stop, one of which is the call."""
+    folder = {"output_dir": f"{driven.path}/profiles"}
+    target: Any = {"AsyncLLM": driven.engine.client, "Engine": driven.engine}[call.on]
+    if call.member == "start_profile":
+        answer = _result(target.start_profile(**folder))
+        driven.engine.stop_profile()
+        return answer
+    if not driven.loop.closing:
+        driven.engine.start_profile(**folder)
+    return _result(target.stop_profile()) or None
 
 
 def _plain(driven: Driven, call: Call) -> Any:
@@ -71,7 +91,7 @@ def _plain(driven: Driven, call: Call) -> Any:
         return member(input_ids=PROMPT, **waiting)
     if call.member in ("generate", "async_generate"):
         return _result(member(input_ids=PROMPT, **FIELDS, **waiting, **_turn(call)))
-    result = member(*_arguments(driven, call))
+    result = member(*_arguments(driven, call), **KEYWORDS.get(call.member, {}))
     if call.member == "watch":
         result.remove()
     return result
@@ -126,8 +146,8 @@ def _structs(driven: Driven, call: Call) -> list[Any]:
         "resume_memory_occupation": lambda: requests.ResumeMemoryOccupationReqInput(tags=call.tags or None),
         "open_session": lambda: requests.OpenSessionReqInput(capacity_of_str_len=8, session_id=str(call)),
         "close_session": lambda: requests.CloseSessionReqInput(session_id=str(call)),
-        "configure_logging": lambda: requests.ConfigureLoggingReq(log_requests=True),
-        "set_internal_state": lambda: requests.SetInternalStateReq(weight_version="x"),
+        "configure_logging": lambda: requests.ConfigureLoggingReq(log_requests=False),
+        "set_internal_state": lambda: requests.SetInternalStateReq(**SETTINGS),
     }
     name = "generate_request" if call.on == "LLM" else call.member
     return [make[name]()] if name in make else []

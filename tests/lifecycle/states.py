@@ -13,7 +13,7 @@ DRAINS = ("a pause drains", "a release drains")
 
 OK, WAITS, FALSE = "ok", "waits", "False"
 STATE, INVALID = "EngineStateError", "WeightsInvalidError"
-ENDED, LACKING = "EngineShutdownError", "UnavailableError"
+ENDED = "EngineShutdownError"
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Call(NamedTuple):
     tags: tuple[str, ...] = ()
     """Of a release or wake by name; of any other, none."""
     answers: bool = False
-    """Returns False, or (False, why), where others raise EngineStateError or UnavailableError."""
+    """Returns False, or (False, why), where others raise EngineStateError."""
     then: Callable[[State], State] = lambda state: state
     """The state after it, where it is ok and was not withdrawn."""
 

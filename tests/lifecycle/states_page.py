@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from tests.lifecycle.states import FALSE, LACKING, OK, STATE, WAITS, Condition, Row, Table
+from tests.lifecycle.states import FALSE, OK, STATE, WAITS, Condition, Row, Table
 
 HEAD = """# What happens if I call X in state Y?
 
@@ -52,8 +52,7 @@ neither `ok` nor "waits" has changed nothing (but that weights found to have mov
 - ok: done. Waits: done as soon as the engine can; the caller waits, others are served.
 - `False`: refused. Members that answer a `bool` or a tuple return it, with the reason in
   `get_internal_state()[0]["last_refusal"]` and, of a tuple, the error as `.report`.
-- All others are errors that are raised. `WeightsInvalidError` and `UnavailableError` are
-  `EngineStateError`s.
+- All others are errors that are raised. A `WeightsInvalidError` is an `EngineStateError`.
 - The tables are about well-formed calls: a malformed one is a `RequestError`, or `False`, in any state.
 - A call without `AsyncLLM` or `Engine` before it is a member of both, or of the one that has it.
 - *During an update*: it has written half and not returned, and the call comes from elsewhere. *Inside an
@@ -113,7 +112,7 @@ def _entry(row: Row, column: Condition) -> str:
 
 
 def _shown(row: Row, kind: str) -> str:
-    if kind in (STATE, LACKING) and row.calls[0].answers:
+    if kind == STATE and row.calls[0].answers:
         kind = FALSE
     return kind if kind in (OK, WAITS) else f"`{kind}`"
 

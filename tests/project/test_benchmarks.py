@@ -47,3 +47,16 @@ def test_sleep_wake() -> None:
     for row in rows:
         returned = float(row.split()[-6])
         assert 7 < returned < 12, row  # 16,384 tokens of 512 bytes are 8.4 MB
+
+
+def test_step_profile(tmp_path: Path) -> None:
+    """The profiles of ten steps are cut into kinds of work that make up the whole: a table and a picture."""
+    picture = tmp_path / "step.png"
+    lines = run("step_profile.py", "--picture", str(picture))
+    start = next(at for at, line in enumerate(lines) if line.startswith("kind of work"))
+    assert lines[start - 1] == "5 prefill steps of 4 x 128 tokens, 5 decode steps of 32"
+    rows = {line[:16].strip(): [float(cell) for cell in line[16:].split()] for line in lines[start + 1 :]}
+    for share in zip(*rows.values(), strict=True):
+        assert abs(sum(share) - 100) < 0.5 and all(each >= 0 for each in share)
+    assert all(min(rows[kind]) > 0 for kind in ("MLP", "projections", "attention", "norms", "sampling"))
+    assert picture.read_bytes().startswith(b"\x89PNG")

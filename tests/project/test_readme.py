@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/weights.md", "docs/experts.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/weights.md", "docs/experts.md", "docs/watching.md"])
 def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever pastes a page's Python, block after block, gets what it shows."""
     monkeypatch.chdir(tmp_path)

@@ -16,12 +16,16 @@ CONTRACT = (
     "enable_prefix_caching attention_backend enable_cuda_graph deterministic seed weight_version "
     "weights_backup skip_tokenizer_init load_format log_level"
 )
+MISSING_THERE = (
+    "log_requests log_requests_level dump_requests_folder dump_requests_threshold watchdog_timeout "
+    "expert_distribution_dir"
+)
 
 
 def test_has_every_field_and_good_defaults() -> None:
     """The fields are those that callers were promised, keyword only, and the defaults are valid."""
-    fields = {field.name for field in dataclasses.fields(EngineConfig)}
-    assert fields == {*CONTRACT.split(), "expert_distribution_dir"}
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert names == {*CONTRACT.split(), *MISSING_THERE.split()}
     assert from_overrides(None, {}) == EngineConfig()
     with pytest.raises(TypeError):
         EngineConfig("model")
@@ -42,6 +46,11 @@ def test_has_every_field_and_good_defaults() -> None:
         ("load_format", "pickle"),
         ("log_level", "loud"),
         ("expert_distribution_dir", ""),
+        ("log_requests", "yes"),
+        ("log_requests_level", 3),
+        ("dump_requests_folder", None),
+        ("dump_requests_threshold", 0),
+        *[("watchdog_timeout", seconds) for seconds in (0, -1.0, float("inf"), float("nan"), "soon", True)],
         ("page_size", 0),
         ("page_size", True),
         ("max_model_len", 0),

@@ -12,7 +12,6 @@ EXAMPLES = [
     errors.ConfigError("page_size must be at least 1", got=0, fix="Set a positive number."),
     errors.RequestError("the prompt is empty"),
     errors.EngineStateError("the engine is paused", fix="Call resume()."),
-    errors.UnavailableError("open_session is not available in this version"),
     errors.WeightsInvalidError("the weights are incomplete"),
     errors.WeightUpdateError("2 tensors are missing", got=["a", "b"]),
     errors.OutOfMemoryError("KV does not fit", wanted=4096, free=1024, fix="Lower max_total_tokens."),
@@ -34,7 +33,6 @@ def test_examples_cover_the_hierarchy() -> None:
     [
         (errors.ConfigError, (ValueError,)),
         (errors.RequestError, (ValueError,)),
-        (errors.UnavailableError, (errors.EngineStateError,)),
         (errors.WeightsInvalidError, (errors.EngineStateError,)),
         (errors.OutOfMemoryError, (MemoryError,)),
         (errors.EngineTimeoutError, (TimeoutError,)),
@@ -57,7 +55,8 @@ def test_message_says_what_got_fix() -> None:
 
 def test_memory_and_peer_errors_carry_their_figures() -> None:
     """A1, G4: wanted and free bytes, the failed rank and its cause can be read by code."""
-    memory, peer = EXAMPLES[6], EXAMPLES[9]
+    by_kind = {type(error): error for error in EXAMPLES}
+    memory, peer = by_kind[errors.OutOfMemoryError], by_kind[errors.PeerFailedError]
     assert isinstance(memory, errors.OutOfMemoryError) and (memory.wanted, memory.free) == (4096, 1024)
     assert isinstance(peer, errors.PeerFailedError) and (peer.rank, peer.cause) == (
         3,

@@ -34,7 +34,7 @@ NAN, INF = float("nan"), float("inf")
         *[(name, 1) for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim")],
         *[("logit_bias", v) for v in ([1], {256: 1.0}, {-1: 1.0}, {1: NAN}, {1: INF}, {"x": 1.0}, {1: "2"})],
         *[("logit_bias", v) for v in ({1.5: 0.0}, {True: 0.0}, {1: True}, {1: 0.0, "1": 0.0})],
-        *[("seed", v) for v in (-1, 2**63, 1.0, "7", True)],
+        *[("seed", v) for v in (-1, 2**64, 1.0, "7", True)],
         *[("stream_interval", v) for v in (0, -1, 1.5, None)],
     ],
 )
@@ -55,7 +55,7 @@ def test_defaults_and_edges_are_valid() -> None:
         "top_k": 0,
         "min_p": 1,
         "stop_token_ids": [0, 255],
-        "seed": 2**63 - 1,
+        "seed": 2**64 - 1,
         "logit_bias": {"0": -math.inf, 255: 1},
     }
     valid = SamplingParams(**edges).validate(vocab_size=256)

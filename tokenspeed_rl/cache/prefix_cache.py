@@ -79,10 +79,11 @@ class PrefixCache:
         """Keep `page` (full, owned by the caller) as what follows `node`.
 
         Where the cache already has a page of the same content, the caller's own is given up for that one.
-        Returns the node and the page that the caller owns from now on.
+        Returns the node and the page that the caller owns from now on. Not `enabled`, it keeps nothing, but
+        the node says what came before, for pages that follow when it is again.
         """
         if not self.enabled:
-            return node, page
+            return Node(node, key, page), page
         child = node.children.get(key)
         if child is not None:
             if child.page != page:
@@ -127,6 +128,12 @@ class PrefixCache:
         """Forget everything: idle pages are free at once, pages in use when their owners release them."""
         self.forget(list(self._nodes))
         self.new_epoch()
+
+    def enable(self, enabled: bool) -> None:
+        """Keep and find pages from now on, or forget all and keep none."""
+        if self.enabled and not enabled:
+            self.flush()
+        self.enabled = enabled
 
     def _hold(self, node: Node) -> None:
         self._idle.pop(node.page, None)

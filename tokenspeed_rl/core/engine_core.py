@@ -1,6 +1,5 @@
 """One engine's parts, put together: model, cache, scheduler, life cycle and the loop that owns them."""
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,6 +9,7 @@ from tokenspeed_rl.cache.kv_cache import KVCache, KVLayout
 from tokenspeed_rl.cache.page_pool import PagePool
 from tokenspeed_rl.cache.prefix_cache import PrefixCache
 from tokenspeed_rl.config import EngineConfig
+from tokenspeed_rl.core.engine_log import EngineLog
 from tokenspeed_rl.core.engine_loop import EngineLoop
 from tokenspeed_rl.core.expert_recorder import ExpertRecorder
 from tokenspeed_rl.core.intake import Intake
@@ -21,6 +21,7 @@ from tokenspeed_rl.core.record_file import write_record
 from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.residents import GraphMemory, KVMemory, WeightsMemory
 from tokenspeed_rl.core.scheduler import Scheduler
+from tokenspeed_rl.core.watch import Watch
 from tokenspeed_rl.core.weight_sync import WeightSync
 from tokenspeed_rl.lifecycle.expert_distribution import ExpertDistribution
 from tokenspeed_rl.lifecycle.sessions import Sessions
@@ -38,9 +39,13 @@ class EngineCore:
 
     def __init__(self, model: Any, config: EngineConfig, tokenizer: Any) -> None:
         self.config = config
-        # Not one of logging's registry, which would keep it for ever; handlers are those of "tokenspeed_rl".
-        self.log = logging.Logger("tokenspeed_rl.engine", config.log_level.upper())
-        self.log.parent = logging.getLogger("tokenspeed_rl")
+        self.log = EngineLog("tokenspeed_rl.engine", config.log_level)
+        self.watch = Watch(
+            config,
+            self.log,
+            tokenizer=lambda: self.source.tokenizer,
+            steps=lambda: self.loop.stats.steps,
+        )
         self.source = open_model(model, config, tokenizer)
         spec, store = self.source.spec, self.source.store
         self.context = config.max_model_len or spec.max_position
@@ -73,7 +78,10 @@ class EngineCore:
             version=lambda: version.label,
             control=lambda: self.life,
             log=self.log,
-            observers=[ExpertRecorder(self.experts, runner)],
+            observers=[ExpertRecorder(self.experts, runner), self.watch.profiler],
+            on_end=self.watch.on_end,
+            on_exit=self.watch.profiler.close,
+            watchdog=self.watch.watchdog,
         )
         self.sessions = Sessions(
             self.loop.lock, abort=lambda rid: self.loop.abort([rid], "its session was closed")
@@ -97,6 +105,7 @@ class EngineCore:
         store.guard = self._read_weights
         self._closing = threading.Lock()
         self.sync = WeightSync(self.loop, self.life, self.source, self._closing, self.log)
+        self.tunables = self.watch.tunables(config, self.scheduler, version, self.loop)
 
     def capacity(self) -> int | None:
         """Most tokens of a request. The first call while its memory is not released maps it, as large as
@@ -148,6 +157,8 @@ class EngineCore:
             "num_running": len(self.scheduler.running),
             "num_waiting": self.scheduler.num_waiting,
             "num_retractions": self.scheduler.num_retractions,
+            "num_preemptions": self.scheduler.num_preemptions,
+            "num_live": self.loop.num_live,
             "pages": {
                 "total": pool.num_pages,
                 "free": pool.num_free,
@@ -155,8 +166,10 @@ class EngineCore:
                 "idle": self.cache.num_idle,
             },
             "expert_distribution": self.experts.snapshot(),
+            "memory": self.memory_report(),
             "sessions": self.sessions.snapshot(),
             **self.loop.stats.snapshot(),
+            **self.watch.snapshot(),
         }
 
     def memory_report(self) -> dict[str, Any]:
@@ -173,6 +186,7 @@ class EngineCore:
         if self.loop.elsewhere:  # all of it is the parent's
             return
         self.loop.shutdown()
+        self.watch.close()
         self.sync.groups.close_all()
         with self._closing:  # an update writes no more from here on
             self.kv.close()

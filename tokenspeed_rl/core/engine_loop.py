@@ -29,6 +29,7 @@ from tokenspeed_rl.errors import (
     TokenSpeedError,
 )
 from tokenspeed_rl.lifecycle.reply import answer
+from tokenspeed_rl.lifecycle.watchdog import Watchdog
 
 R = TypeVar("R")
 JOIN_SECONDS = 60.0
@@ -49,9 +50,12 @@ class EngineLoop:
         log: logging.Logger,
         observers: Sequence[StepObserver] = (),
         on_end: Callable[[Request], None] | None = None,
+        on_exit: Callable[[], None] = lambda: None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         """`version` labels what is drawn now; `control` is asked for with the first command; `on_end` is
-        called with every request that ends, under `lock`, before its waiter is told."""
+        called with every request that ends, under `lock`, before its waiter is told; `on_exit` at the end of
+        the loop's thread, on it; `watchdog` is told of every step and command."""
         self.scheduler = scheduler
         self.runner = runner
         self.live = LiveRequests(on_end)
@@ -64,6 +68,8 @@ class EngineLoop:
         self._version = version
         self._control = control
         self._log = log
+        self._on_exit = on_exit
+        self._watchdog = watchdog or Watchdog(None)
         self._inbox: deque[tuple[Callable[[], Any], Future[Any] | None]] = deque()
         self._unanswered: set[Future[Any]] = set()
         self._submitted: list[Request] = []
@@ -196,9 +202,13 @@ class EngineLoop:
 
     @property
     def num_live(self) -> int:
-        """Unfinished samples."""
-        with self.lock:
-            return len(self.live)
+        """Unfinished samples, without the lock: a step that hangs may hold it."""
+        return len(self.live)
+
+    @property
+    def thread(self) -> threading.Thread:
+        """The loop's own."""
+        return self._thread
 
     # The loop's thread
 
@@ -209,9 +219,11 @@ class EngineLoop:
             while not self._closing:
                 taken = self._take_inbox()
                 while taken:
+                    self._watchdog.begins("command")
                     _obey(*taken.popleft())  # whose frame ends with all that the command holds
                     self._control().settle()
                 if self._can_step():
+                    self._watchdog.begins("step")
                     self._stepper.step()
                     self._control().settle()
         except BaseException as error:
@@ -221,11 +233,15 @@ class EngineLoop:
                     self._log.error("the engine's loop failed; all its callers are told", exc_info=error)
                 self._inbox.extendleft(reversed(taken))  # behind the command that failed
                 self._fail_all(partial(_dead, error))  # when closing, all but these were told
+        finally:
+            self._watchdog.rests()
+            self._on_exit()
 
     def _take_inbox(self) -> "deque[tuple[Callable[[], Any], Future[Any] | None]]":
         """What has arrived; waits for something to do."""
         with self._wake:
             while not (self._inbox or self._can_step() or self._closing):
+                self._watchdog.rests()
                 self._wake.wait()
             taken, self._inbox = self._inbox, deque()
         return taken

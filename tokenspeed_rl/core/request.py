@@ -14,6 +14,8 @@ from tokenspeed_rl.lifecycle.sessions import Turn
 from tokenspeed_rl.sampling_params import SamplingParams
 
 FinishReason = dict[str, Any]
+ABANDONED = ("abandoned by its caller", "its caller's event loop is closed")
+"""Messages of samples that ended since nobody listens."""
 
 
 class Status(enum.Enum):

@@ -24,6 +24,8 @@ class Scheduler:
         self.prefill_budget = prefill_budget
         self.running: list[Request] = []
         self.num_retractions = 0
+        self.num_preemptions = 0
+        """Of the retractions, those for lack of pages."""
         self._queue: list[tuple[tuple[int, int], Request]] = []
         self._num_waiting = 0
 
@@ -124,6 +126,7 @@ class Scheduler:
         while (page := self.cache.allocate(1)) is None:
             victim = max(self.running, key=lambda r: r.seniority)
             self.retract(victim)
+            self.num_preemptions += 1
             if victim is request:
                 return False
         request.pages += page

@@ -15,6 +15,21 @@ def mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def unmix(x: int) -> int:
+    """The inverse of `mix`."""
+    x = _unshift(x, 31) * pow(0x94D049BB133111EB, -1, 1 << 64) & MASK
+    x = _unshift(x, 27) * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & MASK
+    return (_unshift(x, 30) - GOLDEN) & MASK
+
+
+def _unshift(x: int, bits: int) -> int:
+    """y of x = y ^ (y >> bits)."""
+    y = x
+    for _ in range(64 // bits):
+        y = x ^ (y >> bits)
+    return y
+
+
 def draw_seed(seed: int | None, index: int, *, engine_seed: int, number: int) -> int:
     """The signed 64-bit key of sample `index`: from the request's seed alone, or from (engine seed, running
     number)."""
@@ -24,3 +39,9 @@ def draw_seed(seed: int | None, index: int, *, engine_seed: int, number: int) ->
         key = mix(mix(EXPLICIT) ^ (seed & MASK))
     key = mix(key ^ index)
     return key - (1 << 64) if key >> 63 else key
+
+
+def seed_of(key: int) -> int:
+    """The request seed with which sample 0 has the key `key`, whatever sample of whatever request had it: the
+    inverse of `draw_seed` at index 0."""
+    return mix(EXPLICIT) ^ unmix(unmix(key & MASK))

@@ -161,14 +161,14 @@ class Sessions:
             return Turn(self._find(session_id))
 
     def snapshot(self) -> dict[str, int]:
-        """How many are open, how many tokens they hold, and how many have a live turn."""
-        with self._lock:
-            sessions = self._open.values()
-            return {
-                "count": len(sessions),
-                "tokens": sum(len(session.tokens) for session in sessions),
-                "live": sum(session.live is not None for session in sessions),
-            }
+        """How many are open, how many tokens they hold, and how many have a live turn. Without the lock: a
+        step that hangs may hold it."""
+        sessions = list(self._open.values())
+        return {
+            "count": len(sessions),
+            "tokens": sum(len(session.tokens) for session in sessions),
+            "live": sum(session.live is not None for session in sessions),
+        }
 
     def _find(self, session_id: object) -> Session:
         session = self._open.get(session_id) if isinstance(session_id, str) else None

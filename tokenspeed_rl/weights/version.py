@@ -43,6 +43,10 @@ class WeightVersion:
         self.label = str(self.commits) if label is None else label
         self._settle(None)
 
+    def rename(self, label: str) -> None:
+        """People see another label; the weights, and so the epoch, are the same."""
+        self.label = label
+
     def invalidate(self, reason: str) -> None:
         """The slots hold no complete set any more; `reason` completes "the weights are invalid: ..."."""
         self._settle(reason)
