@@ -4,7 +4,6 @@ alone."""
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -264,9 +263,3 @@ async def test_get_load(make_client: MakeClient) -> None:
     await client.pause_scheduler(mode="abort")
     (load,) = await client.get_load()
     assert (load.num_reqs, load.num_waiting_reqs, load.num_pages) == (0, 0, 0)
-
-
-def test_what_state_shows_is_plain(make_client: MakeClient) -> None:
-    client = make_client(OLD)
-    state = asyncio.run(state_of(client))
-    assert json.loads(json.dumps(state)) == state
