@@ -31,8 +31,8 @@ test: .venv/installed
 
 test-long: .venv/installed
 	$(BIN)/pytest -m long --timeout 1800
-	for i in $$(seq 20); do $(BIN)/pytest -q $(LIFE_CYCLE) || exit 1; done
-	$(BIN)/pytest -q -n 2 $(LIFE_CYCLE)
+	$(BIN)/pytest -q $(LIFE_CYCLE)
+	for i in $$(seq 20); do $(BIN)/pytest -q -n 2 $(LIFE_CYCLE) || exit 1; done
 	$(BIN)/python -m tests.soak --minutes 10 --seed $(SEED)
 
 bench: .venv/smollm2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,18 @@ class StepGate:
         """Until `count` more control calls are in the loop's inbox."""
         for _ in range(count):
             assert self._commands.acquire(timeout=POSTED_WITHIN), "no command came"
+
+    def serve(self, done: Callable[[], bool]) -> None:
+        """Let a step through whenever a command waits behind it, until `done`: no more steps than there are
+        commands, however long the thread that gives them takes."""
+        limit = time.monotonic() + POSTED_WITHIN
+        while not done():
+            assert time.monotonic() < limit, "the commands were not done"
+            self._at_gate = self._at_gate or self._arrivals.acquire(blocking=False)
+            if self._at_gate and self._loop._inbox:
+                self._at_gate = False
+                self._permits.release()
+            time.sleep(0.001)
 
     def open(self) -> None:
         """Let everything through from now on."""

@@ -47,9 +47,7 @@ def test_an_update_in_the_midst_of_a_prompt(
             engine.resume()
         else:
             updating = pool.submit(engine.update_weights_from_tensor, Heads.named(new))
-            for _ in range(2):  # it is let in between two steps, and stops them between two others
-                gate.commanded()
-                gate.step()
+            gate.serve(updating.done)
             updating.result(20)
             gate.open()
     for result in engine.llm.run(stream.result(20)):

@@ -115,9 +115,9 @@ def test_while_an_updates_iterator_is_stuck(
         pausing = None if mode in (None, "wait") else begin(engine, pool, engine.pause, mode)
         gate.step()
         assert pausing is None or pausing.result(WAIT)
-        gate.open()
         stuck = StuckUpdate(engine, models["W1"], pool)
-        assert stuck.standing.wait(WAIT)
+        gate.serve(stuck.standing.is_set)
+        gate.open()
         if mode == "wait":
             pausing = begin(engine, pool, engine.pause, "wait")
         state = pool.submit(status, engine).result(SOON)
