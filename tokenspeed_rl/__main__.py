@@ -116,6 +116,17 @@ def _devices() -> Iterator[tuple[str, str]]:
         yield "cuda", "none: the engine runs on the CPU"
 
 
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--dtype", default="auto", help="of the weights; default: auto, the model's own")
+    command.add_argument("--device", default="auto", help="default: auto, CUDA where there is one")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tokenspeed_rl", description="An inference engine for trainers."
@@ -125,21 +136,23 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("generate", help="complete prompts with a model")
     command.add_argument("model", help="Hugging Face directory or hub id")
     command.add_argument("prompt", nargs="+", help="texts to complete, in one batch")
-    command.add_argument("--max-new-tokens", type=int, default=64)
+    command.add_argument("--max-new-tokens", type=int, default=64, help="of each; default: 64")
     command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (the default)")
-    command.add_argument("--seed", type=int)
-    command.add_argument("--dtype", default="auto")
-    command.add_argument("--device", default="auto")
+    command.add_argument("--seed", type=int, help="of the draws; default: the engine's")
+    _add_settings(command)
     command = commands.add_parser("plot", help="draw curve.png out of a run's metrics.jsonl")
     command.add_argument("run", type=Path, help="folder of the run")
     command.add_argument("--metrics", nargs="+", help="which ones; all by default")
-    command = commands.add_parser("replay", help="run dumped requests again and compare")
+    command = commands.add_parser(
+        "replay",
+        help="run dumped requests again and compare",
+        epilog="Exit status: 0 if all are the same, 1 if not, 2 if refused.",
+    )
     command.add_argument("dump", type=Path, help="a file of dump_requests_folder, or the folder")
     command.add_argument("--model", required=True, help="Hugging Face directory or hub id")
-    command.add_argument("--limit", type=int, help="only so many samples, from the first")
+    command.add_argument("--limit", type=_positive, help="only so many samples, from the first")
     command.add_argument("--tolerance", type=float, default=1e-3, help="of a logprob; default: 0.001")
-    command.add_argument("--dtype", default="auto")
-    command.add_argument("--device", default="auto")
+    _add_settings(command)
     return parser
 
 

@@ -16,7 +16,7 @@ _LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of one engine; what a page, a token or a byte is, each field says.
+    """Settings of one engine; what each is, docs/settings.md and the source say.
 
     Fields hold plain numbers, strings and bools, so that omegaconf can structure them. Nothing is checked at
     construction; `validate` reports every problem at once.

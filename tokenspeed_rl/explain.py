@@ -19,6 +19,10 @@ from tokenspeed_rl.weights import WeightStore, differing_weights
 from tokenspeed_rl.weights.adapters import Adapter
 
 TOP = 5
+UNRECORDED = (
+    'The output has no logprobs of the kind "sampling", so not the rollout was compared but the engine '
+    "as it is now: generate with return_logprob=True."
+)
 Triple = tuple[float, int, str | None]
 
 
@@ -39,6 +43,8 @@ class Explanation:
     trainer_logprob: float | None = None
     largest: float = 0.0
     """Largest difference of any token's logprob."""
+    unrecorded: bool = False
+    """The output has no logprobs of the kind "sampling": the engine, as it is now, stands for the rollout."""
     engine_top: list[Triple] = field(default_factory=list)
     """The most likely (logprob, id, text) there, best first."""
     trainer_top: list[Triple] = field(default_factory=list)
@@ -58,7 +64,12 @@ class Explanation:
     """What it comes to, in sentences."""
 
     def __str__(self) -> str:
-        lines = [*self.notes, f"largest difference of a logprob: {self.largest:.2e}"]
+        sides = "engine (as it is now) and trainer" if self.unrecorded else "rollout and trainer"
+        lines = [
+            *self.notes,
+            f"largest difference of a logprob between {sides}: {self.largest:.2e} "
+            f"(up to {self.tolerance:.0e} counts as none)",
+        ]
         if self.position is not None:
             lines += [
                 f"first at output token {self.position} (id {self.token}), sampled under version "
@@ -68,8 +79,11 @@ class Explanation:
                 f"  engine's top:  {_row(self.engine_top)}",
                 f"  trainer's top: {_row(self.trainer_top)}",
             ]
-        lines.append(f"tokens of the prompt out of the cache: {self.cached_tokens}")
+        lines.append(f"tokens of the prompt out of the prefix cache: {self.cached_tokens}")
         lines += [f"weight {name}: {how}" for name, how in list(self.different_weights.items())[:TOP]]
+        lines.append(
+            "hidden states, engine and trainer: largest difference, relative to the largest value there"
+        )
         lines += [f"  {place:<14} {gap:.2e}" for place, gap in self.layers]
         return "\n".join(lines)
 
@@ -88,6 +102,8 @@ def explain(
     if tolerance is not None:
         tolerance = check_number("tolerance", tolerance, low=0.0)
     prompt, ids, meta = _read(output)
+    if not isinstance(module, nn.Module):
+        raise RequestError("module must be a transformers causal LM", got=module, fix="Pass the policy.")
     whole = [*prompt, *ids]
     if tolerance is None:
         tolerance = 1e-4 if core.source.store.dtype is torch.float32 else 5e-2
@@ -135,7 +151,14 @@ def explain(
         different_weights=weights,
         first_layer=first,
         layers=layers,
-        notes=_notes(at, first, stale, weights, under, version, meta["cached_tokens"], training),
+        unrecorded=rollout is None,
+        notes=[
+            *([UNRECORDED] if rollout is None else []),
+            *(_unlike(meta.get("lora"), module, core.source.store.dtype) if at is not None else []),
+            *_notes(
+                at, first, stale, weights, under, version, meta["cached_tokens"], training, rollout is None
+            ),
+        ],
     )
 
 
@@ -186,6 +209,32 @@ def _layers(engine: Sequence[Tensor], trainer: Sequence[Tensor], length: int) ->
     return gaps
 
 
+def _unlike(asked: str | None, module: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Adapters and dtypes that differ, which no update of the weights mends."""
+    notes = []
+    if (active := _active_adapters(module)) != ({asked} - {None}):
+        added = f"adapter {' + '.join(map(repr, sorted(active)))}" if active else "no adapter"
+        notes.append(
+            f"The output is of {'the base model' if asked is None else f'adapter {asked!r}'}, but the module "
+            f"adds {added}: call its set_adapter(), or disable_adapter() for the base model, first."
+        )
+    dtypes = {param.dtype for param in module.parameters() if param.is_floating_point()}
+    if dtypes and dtype not in dtypes:
+        theirs = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
+        ours = str(dtype).removeprefix("torch.")
+        notes.append(f"The module's weights are {theirs}, the engine's {ours}: no update makes them equal.")
+    return notes
+
+
+def _active_adapters(module: nn.Module) -> set[str]:
+    """The LoRA adapters that a forward of the module adds."""
+    active: set[str] = set()
+    for part in module.modules():
+        if not getattr(part, "disable_adapters", False):
+            active |= set(getattr(part, "lora_A", ())) & set(getattr(part, "active_adapters", ()))
+    return active
+
+
 def _notes(
     at: int | None,
     first: str | None,
@@ -195,9 +244,12 @@ def _notes(
     version: str,
     cached: int,
     training: int,
+    unrecorded: bool,
 ) -> list[str]:
     if at is None:
-        return ["Rollout and trainer agree."]
+        if not unrecorded:
+            return ["Rollout and trainer agree."]
+        return [f"Engine (version {version!r}; sampled under {under!r}) and trainer agree."]
     notes = []
     if under != version:
         notes.append(
@@ -209,7 +261,8 @@ def _notes(
         origin = f" ({cached} tokens of the prompt came out of the cache)" if cached else ""
         notes.append(
             f"Recomputed now, the engine does not repeat the rollout's logprobs{origin}: they are of other "
-            "weights, of KV kept across an update, or of another temperature than the one given here."
+            "weights (written without weights_changed()?), of KV kept across an update, or of another "
+            "temperature than the one given here."
         )
     if first is None:
         notes.append("Hidden states agree: what differs is the head, the temperature, or the past weights.")

@@ -124,7 +124,7 @@ def _texts(text: Any, has_tokenizer: bool) -> list[str]:
         raise RequestError(
             "text must be a non-empty string or a list of them",
             got=text,
-            fix="To begin from nothing, pass the BOS token as input_ids.",
+            fix="Token ids go in input_ids; to begin from nothing, pass the BOS token there.",
         )
     if not has_tokenizer:
         raise RequestError(

@@ -56,7 +56,11 @@ def read_dump(path: Path) -> list[Sample]:
             if (sample := _sample(line, f"{file}:{number}")) is not None:
                 samples.append(sample)
     if not samples:
-        raise RequestError("there is no dump", got=str(path), fix="Name a file or dump_requests_folder.")
+        raise RequestError(
+            "there is no dump, or none of a generation" if files else "there is no dump",
+            got=str(path),
+            fix="Name a file or dump_requests_folder; embeddings and scores aren't replayed.",
+        )
     return samples
 
 
@@ -111,7 +115,7 @@ def report(differences: Sequence[Difference], tolerance: float) -> str:
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     largest = max((d.logprob for d in differences if d.logprob is not None), default=None)
     same = f"{len(differences) - len(wrong)} of {len(differences)} samples are the same"
-    last = f"{same}; logprobs differ by {_shown(largest)} at most"
+    last = f"{same} (ids, and logprobs to {tolerance:g}); logprobs differ by {_shown(largest)} at most"
     return "\n".join([*(table if wrong else ()), last])
 
 

@@ -86,12 +86,57 @@ def test_without_logprobs_the_engine_is_recomputed(make_engine: Any) -> None:
     model = Tiny.model()
     engine = make_engine(copy.deepcopy(model))
     output = engine.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 3})
-    assert engine.explain(output, model).position is None
+    found = engine.explain(output, model)
+    assert found.position is None and found.unrecorded
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
     found = engine.explain(output, model)
     assert found.position == 0 and found.rollout_logprob is None
     assert found.first_layer == "layer 1, norm" and list(found.different_weights) == ["model.norm.weight"]
+
+
+def test_an_unrecorded_rollout_of_older_weights_is_not_said_to_agree(make_engine: Any) -> None:
+    """Without logprobs of the rollout nothing says what it was sampled with: no claim is made about it."""
+    model = Tiny.model()
+    engine = make_engine(model, weight_version="old")
+    outputs = [
+        engine.generate(input_ids=PROMPT, sampling_params={"max_new_tokens": 3}),
+        engine.generate(
+            input_ids=PROMPT,
+            sampling_params={"max_new_tokens": 3},
+            return_logprob=True,
+            logprob_kinds=("raw",),
+        ),
+    ]
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    engine.weights_changed("new")
+    for output in outputs:
+        said = str(engine.explain(output, model))
+        assert "Rollout and trainer agree" not in said and "return_logprob=True" in said
+        assert "'old'" in said and "'new'" in said
+
+
+def test_another_adapter_and_another_dtype_are_named(make_engine: Any) -> None:
+    """The two commonest reasons that no weight update mends."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(Tiny.model(), config, adapter_name="policy")
+    model.add_adapter("other", config)
+    engine = make_engine(model)
+    output = engine.generate(
+        input_ids=PROMPT, sampling_params={"max_new_tokens": 3}, return_logprob=True, lora="policy"
+    )
+    assert "the module adds" not in str(engine.explain(output, model))
+    model.set_adapter("other")
+    said = str(engine.explain(output, model))
+    assert "adapter 'policy', but the module adds adapter 'other'" in said
+    with model.disable_adapter():
+        assert "the module adds no adapter" in str(engine.explain(output, model))
+    plain = Tiny.model()
+    half = make_engine(plain)
+    said = str(half.explain(rollout(half), copy.deepcopy(plain).bfloat16()))
+    assert "bfloat16" in said and "float32" in said
 
 
 def test_module_engine_and_random_state_stay_as_they_are(make_engine: Any) -> None:

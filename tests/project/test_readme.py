@@ -1,15 +1,22 @@
 """The README's promises, kept by running them."""
 
+import ast
+import dataclasses
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
+from tokenspeed_rl import EngineConfig
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/weights.md", "docs/experts.md", "docs/watching.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/weights.md", "docs/experts.md", "docs/watching.md", "docs/requests.md"]
+)
 def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever pastes a page's Python, block after block, gets what it shows."""
     monkeypatch.chdir(tmp_path)
@@ -18,6 +25,25 @@ def test_python_blocks_run(page: str, tmp_path: Path, monkeypatch: pytest.Monkey
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, page, "exec"), names)
+
+
+def test_every_setting_is_listed_as_it_is() -> None:
+    """docs/settings.md says what each field's own docstring says, as `help` can't show those."""
+    source = ast.parse((ROOT / "tokenspeed_rl" / "config.py").read_text())
+    (config,) = (n for n in source.body if isinstance(n, ast.ClassDef) and n.name == "EngineConfig")
+    said = {
+        field.target.id: " ".join(ast.literal_eval(text.value).split())
+        for field, text in itertools.pairwise(config.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+    }
+    defaults = {each.name: repr(each.default).replace("'", '"') for each in dataclasses.fields(EngineConfig)}
+    rows = [
+        f"| `{name}` | `{default}` | {said[name]} |".replace("<", "\\<") for name, default in defaults.items()
+    ]
+    listed = (ROOT / "docs" / "settings.md").read_text().splitlines()
+    assert [line for line in listed if line.startswith("| `")] == rows
 
 
 def test_no_figure_is_left_open() -> None:

@@ -71,7 +71,7 @@ def test_the_same_again(
     }
     assert run(monkeypatch, folder / "dump", "--model", folder / "model") == 0
     (last,) = capsys.readouterr().out.splitlines()
-    assert last.startswith("11 of 11 samples are the same; logprobs differ by ")
+    assert last.startswith("11 of 11 samples are the same (ids, and logprobs to 0.001); logprobs differ by ")
     assert float(last.split()[-3]) < 1e-4
 
 
@@ -101,6 +101,14 @@ def test_other_weights_are_found_out(
     assert last.startswith("0 of 1 samples are the same")
     assert run(monkeypatch, folder / "dump", "--model", tmp_path, "--limit", 8) == 1
     assert "0 of 8 samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_is_positive(folder: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Nothing compared is nothing proved: no exit 0 for it."""
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, folder / "dump", "--model", folder / "model", "--limit", limit)
+    assert ended.value.code == 2
 
 
 def test_logprobs_count_too(

@@ -190,6 +190,7 @@ def test_a_label_aborts_nobody_and_keeps_the_cache(make_engine: MakeEngine) -> N
     [
         ({"seed": 3}, RequestError, "max_running_requests"),
         ({"page_size": 8}, RequestError, "page_size"),
+        ({"max_runing_requests": 8}, RequestError, "Did you mean 'max_running_requests'"),
         ({"weight_version": ""}, RequestError, "weight_version"),
         ({"weight_version": 3}, RequestError, "weight_version"),
         ({"max_running_requests": 0}, ConfigError, "at least 1"),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tokenspeed_rl.config import EngineConfig
-from tokenspeed_rl.errors import EngineStateError, RequestError
+from tokenspeed_rl.errors import EngineStateError, RequestError, nearest
 
 LOGGING = ("log_requests", "log_requests_level", "dump_requests_folder", "dump_requests_threshold")
 """Those that any thread may change; the others change on the loop's."""
@@ -64,6 +64,11 @@ class Tunables:
     def _checked(self, fields: Mapping[str, Any], label: str | None) -> EngineConfig:
         if not isinstance(fields, Mapping):
             raise RequestError("server_args must map fields of EngineConfig to values", got=fields)
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        if unknown := [name for name in fields if name not in known]:
+            raise RequestError(
+                f"{unknown[0]!r} is no field of EngineConfig", fix=nearest(unknown[0], self.names)
+            )
         if fixed := [name for name in fields if name not in self.names]:
             raise RequestError(
                 "this can't change while the engine runs", got=fixed[0], fix=f"Can: {', '.join(self.names)}."

@@ -57,7 +57,8 @@ class ExpertDistribution:
         if self.recording:
             raise EngineStateError(
                 "expert distribution is being recorded already",
-                fix="Call stop_expert_distribution_record() first, or dump what is there.",
+                fix="There is nothing to do; to begin anew, dump_expert_distribution_record(), or "
+                "stop_expert_distribution_record() first.",
             )
         self.recording = True
 
@@ -82,7 +83,9 @@ class ExpertDistribution:
             raise EngineStateError(
                 "no step was recorded since the last dump of expert distribution",
                 got="recording" if self.recording else "not recording",
-                fix="Call start_expert_distribution_record(), then generate.",
+                fix="Generate first."
+                if self.recording
+                else "Call start_expert_distribution_record(), then generate.",
             )
         record = self._record()
         try:
