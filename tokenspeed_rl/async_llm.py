@@ -22,7 +22,8 @@ from tokenspeed_rl.client_weights import WeightMembers
 from tokenspeed_rl.config import EngineConfig, from_overrides
 from tokenspeed_rl.core.engine_core import EngineCore
 from tokenspeed_rl.errors import ConfigError, RequestError
-from tokenspeed_rl.explain import Explanation, explain
+from tokenspeed_rl.explain import explain
+from tokenspeed_rl.explanation import Explanation
 from tokenspeed_rl.generate_stream import GenerateStream, Progress
 from tokenspeed_rl.protocol import EngineClient
 from tokenspeed_rl.requests import (

@@ -97,12 +97,12 @@ def expect(obj: Any, kind: type[R]) -> R:
     return obj
 
 
-def make_request(kind: Callable[..., R], fields: Mapping[str, Any], **named: Any) -> R:
+def make_request(kind: type[R], fields: Mapping[str, Any], **named: Any) -> R:
     """A struct of the protocol. Raises RequestError for a name that is no field of it."""
     names = set(inspect.signature(kind).parameters)
     for name in fields:
         if name not in names:
-            raise RequestError(f"{name!r} is no field of a request. {nearest(name, names)}")
+            raise RequestError(f"{name!r} is no field of {kind.__name__}", fix=nearest(name, names))
     try:
         return kind(**named, **fields)
     except TypeError as error:

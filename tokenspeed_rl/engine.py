@@ -17,7 +17,7 @@ from tokenspeed_rl.engine_sessions import SessionVerbs
 from tokenspeed_rl.engine_state import StateVerbs
 from tokenspeed_rl.engine_weights import WeightVerbs
 from tokenspeed_rl.errors import RequestError
-from tokenspeed_rl.explain import Explanation
+from tokenspeed_rl.explanation import Explanation
 from tokenspeed_rl.llm import LLM
 from tokenspeed_rl.prompts import chat_ids
 from tokenspeed_rl.requests import FlushCacheReqOutput, GenerateReqInput

@@ -88,7 +88,7 @@ class ControlVerbs:
         return self.client.sleeping
 
     def memory_report(self) -> dict[str, Any]:
-        """See `ControlMembers.memory_report`. At once, whatever else goes on."""
+        """See `AsyncLLM.memory_report`. At once, whatever else goes on."""
         return self.client.memory_report()
 
     @contextmanager

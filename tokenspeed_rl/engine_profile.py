@@ -25,7 +25,7 @@ class ProfileVerbs:
         record_shapes: bool | None = None,
         profile_by_stage: bool = False,
     ) -> dict[str, Any]:
-        """See `ProfileMembers.start_profile`."""
+        """See `AsyncLLM.start_profile`."""
         begun: dict[str, Any] = self.llm.run(
             self.client.start_profile(
                 output_dir, start_step, num_steps, activities, with_stack, record_shapes, profile_by_stage
@@ -34,6 +34,6 @@ class ProfileVerbs:
         return begun
 
     def stop_profile(self) -> list[str]:
-        """See `ProfileMembers.stop_profile`."""
+        """See `AsyncLLM.stop_profile`."""
         paths: list[str] = self.llm.run(self.client.stop_profile())
         return paths

@@ -13,7 +13,7 @@ class SessionVerbs:
 
     def open_session(self, capacity_of_str_len: int, session_id: str | None = None) -> str:
         """Open a session: a token sequence that `generate(..., session_params={"id": ...})` continues, turn
-        by turn, as `SessionMembers` says.
+        by turn, as `AsyncLLM.open_session` says.
 
         Args:
             capacity_of_str_len: most tokens it may hold (the name is historical).

@@ -18,11 +18,11 @@ class StateVerbs:
     llm: LLM
 
     def get_load(self) -> list[GetLoadReqOutput]:
-        """See `StateMembers.load`. At once, whatever else the facade is busy with."""
+        """See `AsyncLLM.load`. At once, whatever else the facade is busy with."""
         return self.client.load()
 
     def get_internal_state(self) -> list[dict[Any, Any]]:
-        """See `StateMembers.internal_state`. At once, as `get_load`."""
+        """See `AsyncLLM.internal_state`. At once, as `get_load`."""
         return self.client.internal_state()
 
     def set_internal_state(
@@ -37,7 +37,7 @@ class StateVerbs:
         Args:
             server_args: fields of `EngineConfig` as a dict, beside those given by keyword.
             weight_version: another label for the same weights.
-            fields: fields of `EngineConfig`; which may change, `StateMembers.set_internal_state` says.
+            fields: fields of `EngineConfig`; which may change, `AsyncLLM.set_internal_state` says.
 
         Raises:
             RequestError, ConfigError: one that can't change, or not to that value. EngineStateError: it would
@@ -50,5 +50,5 @@ class StateVerbs:
         return [True]
 
     def configure_logging(self, **fields: Any) -> None:
-        """See `StateMembers.configure_logging`; `fields` are those of `ConfigureLoggingReq`."""
+        """See `AsyncLLM.configure_logging`; `fields` are those of `ConfigureLoggingReq`."""
         self.client.configure_logging(make_request(ConfigureLoggingReq, fields))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,78 +14,12 @@ from tokenspeed_rl.core.engine_core import EngineCore
 from tokenspeed_rl.core.recompute import Recomputed, recompute_decoder, recompute_module
 from tokenspeed_rl.core.text import decode
 from tokenspeed_rl.errors import RequestError
+from tokenspeed_rl.explanation import Explanation, Triple
 from tokenspeed_rl.sampling_params import check_number
 from tokenspeed_rl.weights import WeightStore, differing_weights
 from tokenspeed_rl.weights.adapters import Adapter
 
 TOP = 5
-UNRECORDED = (
-    'The output has no logprobs of the kind "sampling", so not the rollout was compared but the engine '
-    "as it is now: generate with return_logprob=True."
-)
-Triple = tuple[float, int, str | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """What was found; `print` it. Three sides are compared: the *rollout*'s logprobs, as the output has them,
-    the *engine*'s as of now, and the *trainer*'s."""
-
-    tolerance: float
-    """Differences of logprobs, and relative ones of hidden states, up to this count as none."""
-    position: int | None
-    """Of the first token of `output_ids` where rollout (without logprobs: engine) and trainer differ; None:
-    nowhere."""
-    token: int | None = None
-    """The token there."""
-    rollout_logprob: float | None = None
-    engine_logprob: float | None = None
-    trainer_logprob: float | None = None
-    largest: float = 0.0
-    """Largest difference of any token's logprob."""
-    unrecorded: bool = False
-    """The output has no logprobs of the kind "sampling": the engine, as it is now, stands for the rollout."""
-    engine_top: list[Triple] = field(default_factory=list)
-    """The most likely (logprob, id, text) there, best first."""
-    trainer_top: list[Triple] = field(default_factory=list)
-    sampled_under: str = ""
-    """Version of the weights at that token (without one: at the last)."""
-    engine_version: str = ""
-    """Version of the engine's weights now."""
-    cached_tokens: int = 0
-    """Tokens of the prompt whose keys and values came out of the prefix cache."""
-    different_weights: dict[str, str] = field(default_factory=dict)
-    """Name -> how the trainer's weight differs from the engine's now."""
-    first_layer: str | None = None
-    """Where hidden states of engine and trainer, up to that token, first differ; None: nowhere."""
-    layers: list[tuple[str, float]] = field(default_factory=list)
-    """(place, largest difference relative to the largest value there), in the order of the forward."""
-    notes: list[str] = field(default_factory=list)
-    """What it comes to, in sentences."""
-
-    def __str__(self) -> str:
-        sides = "engine (as it is now) and trainer" if self.unrecorded else "rollout and trainer"
-        lines = [
-            *self.notes,
-            f"largest difference of a logprob between {sides}: {self.largest:.2e} "
-            f"(up to {self.tolerance:.0e} counts as none)",
-        ]
-        if self.position is not None:
-            lines += [
-                f"first at output token {self.position} (id {self.token}), sampled under version "
-                f"{self.sampled_under!r}; the engine is at {self.engine_version!r}",
-                f"  logprob: rollout {_number(self.rollout_logprob)}, engine now "
-                f"{_number(self.engine_logprob)}, trainer {_number(self.trainer_logprob)}",
-                f"  engine's top:  {_row(self.engine_top)}",
-                f"  trainer's top: {_row(self.trainer_top)}",
-            ]
-        lines.append(f"tokens of the prompt out of the prefix cache: {self.cached_tokens}")
-        lines += [f"weight {name}: {how}" for name, how in list(self.different_weights.items())[:TOP]]
-        lines.append(
-            "hidden states, engine and trainer: largest difference, relative to the largest value there"
-        )
-        lines += [f"  {place:<14} {gap:.2e}" for place, gap in self.layers]
-        return "\n".join(lines)
 
 
 def explain(
@@ -107,7 +41,7 @@ def explain(
     whole = [*prompt, *ids]
     if tolerance is None:
         tolerance = 1e-4 if core.source.store.dtype is torch.float32 else 5e-2
-    training = sum(part.training for part in module.modules())
+    training = any(part.training for part in module.modules())
     trainer = recompute_module(module, whole, len(prompt), temperature=temperature, top=TOP)
 
     def on_the_loop() -> tuple[Recomputed, dict[str, str], str]:
@@ -129,36 +63,28 @@ def explain(
     rollout = None if triples is None else [value for value, _, _ in triples]
     gaps = [abs(a - b) for a, b in zip(rollout or engine.logprobs, trainer.logprobs, strict=True)]
     at = next((i for i, gap in enumerate(gaps) if not gap <= tolerance), None)
-    layers = _layers(engine.streams, trainer.streams, len(whole) - 1 if at is None else len(prompt) + at)
-    first = next((place for place, gap in layers if not gap <= tolerance), None)
-    under = _version_at(meta, len(ids) - 1 if at is None else at)
-    stale = rollout is not None and any(
-        not abs(a - b) <= tolerance for a, b in zip(rollout, engine.logprobs, strict=True)
-    )
+    triples_at = partial(_triples, tokenizer=tokenizer)
     return Explanation(
         tolerance=tolerance,
+        temperature=temperature,
+        unrecorded=rollout is None,
+        repeats=rollout is None
+        or all(abs(a - b) <= tolerance for a, b in zip(rollout, engine.logprobs, strict=True)),
         position=at,
+        largest=max(math.inf if math.isnan(gap) else gap for gap in gaps),
+        sampled_under=_version_at(meta, len(ids) - 1 if at is None else at),
+        engine_version=version,
+        cached_tokens=meta["cached_tokens"],
+        different_weights=weights,
+        unlike=_unlike(meta.get("lora"), module, core.source.store.dtype),
+        training=training,
+        layers=_layers(engine.streams, trainer.streams, len(whole) - 1 if at is None else len(prompt) + at),
         token=None if at is None else ids[at],
         rollout_logprob=None if at is None or rollout is None else rollout[at],
         engine_logprob=None if at is None else engine.logprobs[at],
         trainer_logprob=None if at is None else trainer.logprobs[at],
-        largest=max((math.inf if math.isnan(gap) else gap for gap in gaps), default=0.0),
-        engine_top=[] if at is None else _triples(engine.top[at], tokenizer),
-        trainer_top=[] if at is None else _triples(trainer.top[at], tokenizer),
-        sampled_under=under,
-        engine_version=version,
-        cached_tokens=meta["cached_tokens"],
-        different_weights=weights,
-        first_layer=first,
-        layers=layers,
-        unrecorded=rollout is None,
-        notes=[
-            *([UNRECORDED] if rollout is None else []),
-            *(_unlike(meta.get("lora"), module, core.source.store.dtype) if at is not None else []),
-            *_notes(
-                at, first, stale, weights, under, version, meta["cached_tokens"], training, rollout is None
-            ),
-        ],
+        engine_top=[] if at is None else triples_at(engine.top[at]),
+        trainer_top=[] if at is None else triples_at(trainer.top[at]),
     )
 
 
@@ -235,56 +161,8 @@ def _active_adapters(module: nn.Module) -> set[str]:
     return active
 
 
-def _notes(
-    at: int | None,
-    first: str | None,
-    stale: bool,
-    weights: Mapping[str, str],
-    under: str,
-    version: str,
-    cached: int,
-    training: int,
-    unrecorded: bool,
-) -> list[str]:
-    if at is None:
-        if not unrecorded:
-            return ["Rollout and trainer agree."]
-        return [f"Engine (version {version!r}; sampled under {under!r}) and trainer agree."]
-    notes = []
-    if under != version:
-        notes.append(
-            f"The token was sampled under version {under!r}, and the engine has moved on to {version!r}."
-        )
-    if weights:
-        notes.append(f"Engine and module differ in {len(weights)} of the weights: an update is due.")
-    if stale and under == version:
-        origin = f" ({cached} tokens of the prompt came out of the cache)" if cached else ""
-        notes.append(
-            f"Recomputed now, the engine does not repeat the rollout's logprobs{origin}: they are of other "
-            "weights (written without weights_changed()?), of KV kept across an update, or of another "
-            "temperature than the one given here."
-        )
-    if first is None:
-        notes.append("Hidden states agree: what differs is the head, the temperature, or the past weights.")
-    elif not weights:
-        notes.append(f"With equal weights, engine and trainer part at {first}: another computation or dtype.")
-    if training:
-        notes.append("The module is in train mode; it was compared in eval mode, without its dropout.")
-    return notes
-
-
-def _triples(top: Sequence[tuple[float, int]], tokenizer: Any) -> list[Triple]:
+def _triples(top: Sequence[tuple[float, int]], *, tokenizer: Any) -> list[Triple]:
     return [
         (value, token, None if tokenizer is None else decode(tokenizer, [token], False))
         for value, token in top
     ]
-
-
-def _number(value: float | None) -> str:
-    return "not recorded" if value is None else f"{value:.5f}"
-
-
-def _row(top: Sequence[Triple]) -> str:
-    return ", ".join(
-        f"{token}{'' if text is None else f' {text!r}'} {value:.3f}" for value, token, text in top
-    )

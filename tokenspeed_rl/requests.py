@@ -64,7 +64,7 @@ class GenerateReqInput:
     stream: bool = False
     """Yield results as tokens come instead of once at the end."""
     session_params: Mapping[str, Any] | None = None
-    """`{"id": session}`: one prompt, with `n=1`, that continues this session, as `SessionMembers` says."""
+    """`{"id": session}`: one prompt, with `n=1`, that continues this session; see `AsyncLLM.open_session`."""
     priority: int = 0
     """Higher is admitted first, ties in order of arrival; nothing running is preempted for it."""
     lora: str | None = None

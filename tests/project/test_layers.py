@@ -39,6 +39,7 @@ LAYERS = [
         "engine_state",
         "engine_weights",
         "explain",
+        "explanation",
         "generate_stream",
     },
     {"rl", "integrations", "tracking", "display", "replay"},

@@ -124,7 +124,9 @@ def test_logprobs_count_too(
     assert run(monkeypatch, file, "--model", folder / "model", "--tolerance", 0.02) == 0
 
 
-def test_adapters_are_replayed_with_theirs(tmp_path: Path) -> None:
+def test_adapters_are_replayed_with_theirs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Samples of the base model and of an adapter, in one dump, on an engine that shares the module."""
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     module = get_peft_model(Tiny.model(), config, adapter_name="policy")
@@ -141,6 +143,10 @@ def test_adapters_are_replayed_with_theirs(tmp_path: Path) -> None:
     with Engine(module, max_total_tokens=512) as engine:
         again = replay(engine, samples)
     assert all(compare(then, now).within(1e-4) for then, now in zip(samples, again, strict=True))
+    Tiny.model().save_pretrained(tmp_path / "base")
+    assert run(monkeypatch, tmp_path, "--model", tmp_path / "base") == 0
+    told = capsys.readouterr().out
+    assert "2 of 3 samples are of adapters" in told and "1 of 1 samples are the same" in told
 
 
 @pytest.mark.parametrize("content", [None, "", "{}\n", "no json\n", '{"input_ids": 3, "output_ids": []}\n'])

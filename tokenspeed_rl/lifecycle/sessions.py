@@ -74,11 +74,11 @@ class Turn:
         """
         session, room = self._session, self._session.capacity - prompt_len
         if (1 if wanted is None else wanted) > room:
+            new = prompt_len - len(self.tokens)
+            asked = "an output" if wanted is None else f"max_new_tokens={wanted}"
             raise RequestError(
-                f"session {session.id!r} has a capacity of {session.capacity} tokens, too few for "
-                f"{len(self.tokens)} of former turns, {prompt_len - len(self.tokens)} new ones and "
-                "max_new_tokens",
-                got=wanted,
+                f"session {session.id!r} holds {len(self.tokens)} of {session.capacity} tokens, which leaves "
+                f"no room for {new} new ones and {asked}",
                 fix="Ask for less, or open a session with a larger capacity_of_str_len.",
             )
         return room

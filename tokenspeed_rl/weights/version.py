@@ -90,5 +90,5 @@ class WeightVersion:
         if self.reason is not None:
             raise WeightsInvalidError(
                 f"the weights are invalid: {self.reason}",
-                fix="Write a complete set of weights, or call share_weights(module), then generate.",
+                fix="Write a complete set; of a shared module call weights_changed() or share_weights().",
             )
