@@ -266,3 +266,22 @@ def test_messages_reach_handlers_at_their_level(counting: Any, make_engine: Any)
             assert sum("KV cache" in record.getMessage() for record in records) == expected
     finally:
         logger.removeHandler(handler)
+
+
+def test_a_handler_that_raises_keeps_nobody_waiting(counting: Any, make_engine: Any) -> None:
+    """The loop logs its failure and then tells its callers; what a handler does with that is its own
+    affair."""
+
+    class Raise(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise Broken("in a handler")
+
+    engine = make_engine(counting)
+    logger, handler = logging.getLogger("tokenspeed_rl"), Raise()
+    logger.addHandler(handler)
+    try:
+        break_forward(engine)
+        with pytest.raises(EngineDeadError, match="in the forward"):
+            engine.generate(input_ids=[1, 2], sampling_params=GREEDY, timeout=WAIT)
+    finally:
+        logger.removeHandler(handler)

@@ -1,6 +1,7 @@
 """An engine's own logger."""
 
 import logging
+from contextlib import suppress
 
 
 class EngineLog(logging.Logger):
@@ -18,3 +19,9 @@ class EngineLog(logging.Logger):
     def isEnabledFor(self, level: int) -> bool:
         """Whether a message of that level goes out now."""
         return not self.disabled and self.manager.disable < level >= self.level
+
+    def callHandlers(self, record: logging.LogRecord) -> None:
+        """As a logger's. A handler of the user's that raises doesn't end one of the engine's threads, nor
+        keep one from telling who waits."""
+        with suppress(Exception):
+            super().callHandlers(record)

@@ -258,9 +258,7 @@ class EngineLoop:
 
     def end_all(self, message: str) -> None:
         """End every unfinished request now, and take it out of the schedule. On the loop's thread."""
-        with self.lock:
-            for request in self.live:
-                self._stepper.end(request, {"type": "abort", "message": message})
+        self.end_where(lambda request: message)
 
     def end_where(
         self, why: Callable[[Request], str | None], requests: Iterable[Request] | None = None
