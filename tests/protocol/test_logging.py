@@ -324,3 +324,22 @@ def test_nothing_is_left_of_it(make_engine: MakeEngine, counting: Any, tmp_path:
     quiet = make_engine(counting)
     quiet.generate(input_ids=[5], sampling_params=GREEDY)
     assert "tokenspeed_rl-requests" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_no_thread_to_be_had(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine out of threads costs nobody a result: the sample is written with the next that ends."""
+    engine.generate("first", GREEDY)
+    engine.configure_logging(dump_requests_folder=str(tmp_path))
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "tokenspeed_rl-requests":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert engine.generate("one", GREEDY, timeout=WAIT)["output_ids"]
+    engine.generate("two", GREEDY)
+    engine.shutdown()
+    assert len(lines_of(tmp_path)) == 2

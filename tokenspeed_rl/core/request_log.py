@@ -87,8 +87,10 @@ class RequestLog:
             self._queue.append((request, wanted))
             self._wake.notify_all()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="tokenspeed_rl-requests", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="tokenspeed_rl-requests", daemon=True)
+            with suppress(RuntimeError):  # none is to be had now: the next sample that ends tries again
+                thread.start()
+                self._thread = thread
 
     def settle(self, timeout: float) -> bool:
         """Whether all that has ended so far is written, after at most so many seconds."""
@@ -119,9 +121,7 @@ class RequestLog:
             if files is not None and files.error is None:
                 self._dump(request, files)
             if wanted.level is not None:
-                line = self._made(partial(describe, request, wanted.level))
-                with suppress(Exception):  # a handler of the user's
-                    self._lines.info("%s", line)
+                self._lines.info("%s", self._made(partial(describe, request, wanted.level)))
             del request, wanted, entry  # while nothing comes, nothing is held
         if files is not None:
             files.close()
