@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tokenspeed_rl.cache.page_pool import PagePool
@@ -13,7 +14,12 @@ from tokenspeed_rl.cache.prefix_cache import PrefixCache
 from tokenspeed_rl.core.batch import StepPlan
 from tokenspeed_rl.core.intake import Intake
 from tokenspeed_rl.core.model_runner import StepOutcome
-from tokenspeed_rl.core.outcome import reason_to_end_reading, take_readings
+from tokenspeed_rl.core.outcome import (
+    reason_to_end_reading,
+    take_prompt_logprobs,
+    take_readings,
+    take_routes,
+)
 from tokenspeed_rl.core.output import result
 from tokenspeed_rl.core.request import Request, Status, Wants
 from tokenspeed_rl.core.scheduler import Scheduler
@@ -182,3 +188,18 @@ def test_taking_readings(new_request: NewRequest) -> None:
     assert reason_to_end_reading(fork) == {"type": "length", "length": 0}
     fork.readings[1] = [math.nan]
     assert reason_to_end_reading(fork)["type"] == "abort" and fork.readings == []
+
+
+def test_the_final_result_of_an_aborted_request_stays(new_request: NewRequest) -> None:
+    """Aborted while the step ran, it gets neither the step's prompt logprobs nor its routes; its fork gets
+    both."""
+    wants = Wants(logprob=True, prompt_start=0, routed_experts=True)
+    leader, fork = (new_request([1, 2, 3], wants=wants) for _ in range(2))
+    route = np.zeros((1, 1), dtype=np.int16)
+    leader.prompt_logprobs, leader.routes = [-1.0], [route]
+    leader.finish_reason = {"type": "abort", "message": "aborted"}
+    outcome = StepOutcome([], [(leader, [-2.0])], {}, [], routes=[(leader, [route, route])])
+    take_prompt_logprobs(outcome, {fork: leader})
+    take_routes(outcome, {fork: leader})
+    assert leader.prompt_logprobs == [-1.0] and len(leader.routes) == 1
+    assert fork.prompt_logprobs == [-1.0, -2.0] and len(fork.routes) == 3

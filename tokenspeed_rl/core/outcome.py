@@ -1,4 +1,7 @@
-"""What a step brought, written into its requests. Under the loop's lock."""
+"""What a step brought, written into its requests. Under the loop's lock.
+
+One that was aborted while the step ran is final, and gets nothing; its forks get what it would have got.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,17 @@ from tokenspeed_rl.core.stop import check_stop
 
 def take_prompt_logprobs(outcome: StepOutcome, forks: Mapping[Request, Request]) -> None:
     """Logprobs of the prompt tokens that the step passed; a fork has those of its leader."""
-    for request, values in outcome.prompt_logprobs:
-        request.prompt_logprobs += values
+    fresh = dict(outcome.prompt_logprobs)
     for fork, leader in forks.items():
         if fork.wants.prompt_start >= 0:
-            fork.prompt_logprobs = list(leader.prompt_logprobs)
+            fork.prompt_logprobs = [*leader.prompt_logprobs, *fresh.get(leader, ())]
+    for request, values in fresh.items():
+        if not request.finished:
+            request.prompt_logprobs += values
 
 
 def take_readings(outcome: StepOutcome, forks: Mapping[Request, Request]) -> None:
-    """What was read in the step; a fork has its leader's values, also of one that was aborted meanwhile."""
+    """What was read in the step; a fork has its leader's values."""
     fresh = dict(outcome.readings)
     for fork, leader in forks.items():
         if fork.wants.reading == "values":
@@ -30,6 +35,17 @@ def take_readings(outcome: StepOutcome, forks: Mapping[Request, Request]) -> Non
     for request, rows in fresh.items():
         if not request.finished:
             request.readings += rows
+
+
+def take_routes(outcome: StepOutcome, forks: Mapping[Request, Request]) -> None:
+    """Experts of the tokens that the step computed; a fork has those of its leader."""
+    fresh = dict(outcome.routes)
+    for fork, leader in forks.items():
+        if fork.wants.routed_experts:
+            fork.routes = [*leader.routes, *fresh.get(leader, ())]
+    for request, rows in fresh.items():
+        if not request.finished:
+            request.routes += rows
 
 
 def reason_to_end_reading(request: Request) -> FinishReason:
@@ -40,15 +56,6 @@ def reason_to_end_reading(request: Request) -> FinishReason:
     what = "scores" if request.wants.labels else "hidden states"
     request.readings = []
     return {"type": "abort", "message": f"the model's {what} are not finite"}
-
-
-def take_routes(outcome: StepOutcome, forks: Mapping[Request, Request]) -> None:
-    """Experts of the tokens that the step computed; a fork has those of its leader."""
-    for request, rows in outcome.routes:
-        request.routes += rows
-    for fork, leader in forks.items():
-        if fork.wants.routed_experts:
-            fork.routes = list(leader.routes)
 
 
 def fault_of(request: Request, drawn: Sample) -> str | None:
