@@ -60,9 +60,10 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """Compute the plan's tokens and draw for every request that is due one."""
-        asked, spec = rows_asked_for(plan), self.decoder.spec
+        spec, spans = self.decoder.spec, plan.spans
+        asked = [] if spec.experts is None else rows_asked_for(spans)
         routes: list[Tensor] | None = [] if asked or self.counts_experts else None
-        hidden = self.decoder.forward(self._batch(plan), self.kv, routes=routes)
+        hidden = self.decoder.forward(self._batch(plan, spans), self.kv, routes=routes)
         outcome = self._outcome(plan, hidden)
         if routes and asked:
             outcome.routes = read_rows(routes, asked, spec)
@@ -107,9 +108,8 @@ class ModelRunner:
             requests += drawing
         return rows, requests
 
-    def _batch(self, plan: StepPlan) -> ForwardBatch:
+    def _batch(self, plan: StepPlan, spans: Sequence[Chunk]) -> ForwardBatch:
         size = self.kv.page_size
-        spans = plan.spans
         tokens = np.concatenate([_array(c.request.tokens[c.start : c.start + c.count]) for c in spans])
         positions = np.concatenate([np.arange(c.start, c.start + c.count) for c in spans])
         slots = np.concatenate([_slots(c, size) for c in spans])

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tokenspeed_rl.core.batch import StepPlan
+from tokenspeed_rl.core.batch import Chunk
 from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.layers.moe import ExpertSpec
 from tokenspeed_rl.models import DecoderSpec
@@ -24,10 +24,10 @@ def count_experts(routes: Sequence[Tensor], spec: ExpertSpec) -> npt.NDArray[np.
     return torch.stack(counts).cpu().numpy()
 
 
-def rows_asked_for(plan: StepPlan) -> list[tuple[Request, range]]:
+def rows_asked_for(spans: Sequence[Chunk]) -> list[tuple[Request, range]]:
     """Requests that ask for routes, each with its rows among the step's tokens that it doesn't know yet."""
     found, begin = [], 0
-    for span in plan.spans:
+    for span in spans:
         if span.request.wants.routed_experts:
             known = max(0, len(span.request.routes) - span.start)
             if known < span.count:
