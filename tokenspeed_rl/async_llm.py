@@ -183,7 +183,7 @@ class AsyncLLM(
 
     @property
     def last_receive_tstamp(self) -> float:
-        """Epoch seconds of the last drawn token; 0.0 before."""
+        """Epoch seconds of the last drawn token, embedding or score; 0.0 before."""
         return self._core.loop.stats.last_output
 
     @property

@@ -88,8 +88,8 @@ class StateMembers(ClientBase):
         - The three axes: admission ("running" or the pause's mode) and draining (what waits for an empty
           engine, or None); residency (per tag "resident" or "released"); validity ("valid" or "invalid:
           why") and updating (whether a weight update is going on).
-        - weight_version (label), weight_epoch (identity), weights_shared; weight_bytes, kv_bytes; memory: as
-          `memory_report`.
+        - weight_version (label), weight_epoch (identity), weights_shared; adapters: ranks and bytes of each;
+          weight_bytes, kv_bytes; memory: as `memory_report`.
         - Queues, in samples: num_live, num_running, num_waiting (what a drain holds back is in neither of
           these two). Retractions: num_retractions, of which num_preemptions for lack of pages, the others by
           pauses, releases and updates.
@@ -99,6 +99,7 @@ class StateMembers(ClientBase):
           the rates over the last ten seconds of stepping.
         - Samples that ended: num_finished, num_aborted, num_abandoned; prompt_tokens, cached_tokens and
           cache_hit_rate (of these tokens, what was there already) over those of them that were admitted.
+        - expert_distribution: recording, the record so far and the last_dump; None without experts.
         - request_log: dumped, dropped (too many waited), dump_error; profile: its state ("idle", "waiting"
           for its first step, "running", "ended" by itself), steps recorded, files, error.
         """

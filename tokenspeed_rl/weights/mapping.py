@@ -11,9 +11,8 @@ from tokenspeed_rl.errors import WeightUpdateError
 FUSED = {("q_proj", "k_proj", "v_proj"): "qkv_proj", ("gate_proj", "up_proj"): "gate_up_proj"}
 """Projections that share a slot, and the name under which other engines write them stacked."""
 
-_WRAPPERS = frozenset(
-    {"module", "_orig_mod", "base_layer"}
-)  # of data parallel, compile and PEFT, at any depth
+_WRAPPERS = frozenset({"module", "_orig_mod", "base_layer"})
+"""Of data parallel, compile and PEFT, at any depth."""
 _ADAPTER_PREFIX = ("base_model", "model")
 _HEAD, _EMBEDDING, _SCORE = "lm_head.weight", "embed_tokens.weight", "score.weight"
 _DERIVED = "rotary_emb.inv_freq"  # older checkpoints carry it; it follows from the config
