@@ -36,6 +36,7 @@ def test_an_update_in_the_midst_of_a_prompt(
     engine.update_weights_from_tensor(Heads.named(old))
     with step_gate(engine) as gate:
         stream = engine.client.generate_request(EmbeddingReqInput(input_ids=[PROMPTS[2]] * 2))
+        gate.commanded()  # by the first request: to map the KV cache
         gate.step(after)
         gate.wait()
         if mode is not None:
@@ -53,6 +54,29 @@ def test_an_update_in_the_midst_of_a_prompt(
     for result in engine.llm.run(stream.result(20)):
         assert result["meta_info"]["weight_version"] == "2"
         assert Heads.gap(new, PROMPTS[2], result) < EXACT
+
+
+@pytest.mark.parametrize("mode", ["retract", "keep"])
+def test_an_update_says_how_many_begin_again(
+    make_engine: Any, step_gate: Any, tmp_path: Any, mode: str
+) -> None:
+    """Contract 2: the third item of an update from disk; a pause that keeps has sent nothing back before."""
+    model = Heads.model("score")
+    model.save_pretrained(tmp_path)
+    engine = make_engine(tmp_path, chunked_prefill_size=4, page_size=4)
+    with step_gate(engine) as gate:
+        stream = engine.client.generate_request(EmbeddingReqInput(input_ids=[PROMPTS[2]] * 2))
+        gate.step()
+        gate.wait()
+        pausing = Tiny.after_step(engine, 1, lambda: engine.pause(mode))
+        gate.step(2)
+        assert pausing.result(20)
+        done = engine.update_weights_from_disk(str(tmp_path))
+        assert done[2] == {"retract": 0, "keep": 2}[mode]
+        gate.open()
+        engine.resume()
+    for result in engine.llm.run(stream.result(20)):
+        assert Heads.gap(model, PROMPTS[2], result) < EXACT
 
 
 @pytest.mark.parametrize("backup", ["none", "cpu"])

@@ -267,15 +267,14 @@ class WeightSync:
         self._life.slot.writing = True
 
     def _commit(self, update: WeightUpdate, owner: object, *, flush: bool) -> Updated:
-        epoch, running = self._store.version.epoch, len(self._loop.scheduler.running)
+        epoch, running = self._store.version.epoch, self._loop.scheduler.running
+        before = len(running)
         receipt = update.commit()
-        changed = self._store.version.epoch != epoch
-        if changed:
+        if self._store.version.epoch != epoch:
             self._life.weights_committed(flush=flush)
         self._life.slot.end(owner)
         self._log.info("weights are version %r: %d bytes copied", receipt.version, receipt.bytes)
-        retracted = running if changed and not self._life.admission.frozen else 0
-        return Updated(receipt, retracted, self._store.version.valid)
+        return Updated(receipt, before - len(running), self._store.version.valid)
 
     def _give_up(self, update: WeightUpdate | None, owner: object, error: BaseException) -> str:
         """Undo or invalidate; what holds now, in words. Nothing if it never began, or is committed."""
