@@ -90,13 +90,13 @@ class Intake:
                 got="a GenerateReqInput",
                 fix="Pass an EmbeddingReqInput, or call encode().",
             )
+        prompts = obj.split(vocab_size=self.vocab_size, has_tokenizer=self.tokenizer is not None)
         if obj.return_routed_experts and not self.has_experts:
             raise RequestError(
                 "return_routed_experts is for mixtures of experts, and this model has none",
                 got=obj.return_routed_experts,
                 fix="Leave it out.",
             )
-        prompts = obj.split(vocab_size=self.vocab_size, has_tokenizer=self.tokenizer is not None)
         self._check_adapter(obj.lora)
         turn = None if obj.session_params is None else _turn(prompts, sessions or Sessions())
         return [
