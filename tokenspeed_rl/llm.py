@@ -82,14 +82,7 @@ class LLM:
             EngineStateError, WeightsInvalidError: asleep, paused, or no complete set of weights, and not
                 `wait`: who blocks would never change it.
         """
-        check_timeout(timeout)
-        started = time.monotonic()
-        stream = self.async_llm.submit(without_stream(obj), wait=wait)
-        try:
-            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
-            return self.run(stream.result(left, asked=timeout))
-        finally:
-            stream.abandon()
+        return self._generate(obj, timeout, wait)
 
     def generate_with_bar(
         self,
@@ -102,12 +95,20 @@ class LLM:
         from tqdm.auto import tqdm  # only where a bar is asked for
 
         with tqdm(unit="sample") as bar:
-            stream = self.async_llm.submit(obj, wait=wait, on_finish=lambda: bar.update(1))
-            try:
-                bar.total = stream.num_samples
-                return self.run(stream.result(timeout))
-            finally:
-                stream.abandon()
+            return self._generate(obj, timeout, wait, bar)
+
+    def _generate(self, obj: Any, timeout: float | None, wait: bool, bar: Any = None) -> Any:
+        check_timeout(timeout)
+        started = time.monotonic()
+        on_finish = None if bar is None else lambda: bar.update(1)
+        stream = self.async_llm.submit(without_stream(obj), wait=wait, on_finish=on_finish)
+        if bar is not None:
+            bar.total = stream.num_samples
+        try:
+            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - started))
+            return self.run(stream.result(left, asked=timeout))
+        finally:
+            stream.abandon()
 
     def generate_stream(self, obj: GenerateReqInput, *, wait: bool = False) -> Iterator[dict[str, Any]]:
         """The messages of `generate_request`, one by one. Dropping the iterator aborts the request. Raises as

@@ -230,7 +230,7 @@ def test_capacity(make_engine: Any, model: Any) -> None:
     """Contract 7: a turn whose prompt and explicit `max_new_tokens` exceed the capacity is refused with what,
     got and fix; without the latter it ends in `length` there, and then no token fits any more."""
     talk = Conversation(make_engine(model), model, capacity=20)
-    with pytest.raises(RequestError, match="0 of 20 tokens.*11 new ones and max_new_tokens=10") as caught:
+    with pytest.raises(RequestError, match=r"0 of 20 tokens.*11 new ones and max_new_tokens=10") as caught:
         talk.ask([1] * 11, max_new_tokens=10)
     assert "capacity_of_str_len" in (caught.value.fix or "")
     talk.turn([1] * 11, max_new_tokens=3)
@@ -238,7 +238,7 @@ def test_capacity(make_engine: Any, model: Any) -> None:
     assert result["meta_info"]["finish_reason"] == {"type": "length", "length": 5}
     assert len(talk.tokens) == 20
     for params in ({"max_new_tokens": None}, {"max_new_tokens": 0}):
-        with pytest.raises(RequestError, match="20 of 20 tokens.* 1 new"):
+        with pytest.raises(RequestError, match=r"20 of 20 tokens.* 1 new"):
             talk.ask([3], **params)
     full = Conversation(talk.engine, model, capacity=3)
     full.turn([1, 2, 3], max_new_tokens=0)

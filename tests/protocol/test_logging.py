@@ -343,3 +343,19 @@ def test_no_thread_to_be_had(engine: Engine, tmp_path: Path, monkeypatch: pytest
     engine.generate("two", GREEDY)
     engine.shutdown()
     assert len(lines_of(tmp_path)) == 2
+
+
+def test_a_failure_told_late_ends_no_later_dump(tmp_path: Path) -> None:
+    """Of two dumps to one folder the first's failure, told when the second is on, leaves that on."""
+    told: list[DumpFiles] = []
+    log = RequestLog(lambda: None, logging.getLogger("tokenspeed_rl.test"), told.append)
+    config = EngineConfig(dump_requests_folder=str(tmp_path))
+    log.configure(config)
+    first = log._wanted.files
+    assert first is not None
+    first.error = "it failed"
+    log.configure(config)
+    second = log._wanted.files
+    assert second is not None and second is not first
+    assert not log.stop(first) and log._wanted.files is second
+    assert log.stop(second) and log._wanted.files is None

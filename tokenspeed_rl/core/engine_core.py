@@ -105,7 +105,7 @@ class EngineCore:
         store.guard = self._read_weights
         self._closing = threading.Lock()
         self.sync = WeightSync(self.loop, self.life, self.source, self._closing, self.log)
-        self.tunables = self.watch.tunables(config, self.scheduler, version, self.loop)
+        self.tunables = self.watch.begin(self.scheduler, version, self.loop)
 
     def capacity(self) -> int | None:
         """Most tokens of a request. The first call while its memory is not released maps it, as large as

@@ -228,11 +228,13 @@ class EngineLoop:
                     self._control().settle()
         except BaseException as error:
             with self.lock:
-                if not self._closing:
+                failed = not self._closing
+                if failed:
                     self._cause = error
-                    self._log.error("the engine's loop failed; all its callers are told", exc_info=error)
                 self._inbox.extendleft(reversed(taken))  # behind the command that failed
                 self._fail_all(partial(_dead, error))  # when closing, all but these were told
+            if failed:
+                self._log.error("the engine's loop failed; all its callers were told", exc_info=error)
         finally:
             self._watchdog.rests()
             self._on_exit()

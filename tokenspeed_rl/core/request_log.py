@@ -41,10 +41,10 @@ class RequestLog:
     one) shows them. A dump that fails stops by itself; requests never notice."""
 
     def __init__(
-        self, tokenizer: Callable[[], Any], log: logging.Logger, stopped: Callable[[str], None]
+        self, tokenizer: Callable[[], Any], log: logging.Logger, stopped: Callable[[DumpFiles], None]
     ) -> None:
         """`tokenizer` is asked for when there is something to write; `log` takes the messages about this;
-        `stopped` is called with the folder of a dump that failed."""
+        `stopped` is called with the files of a dump that failed."""
         self.trouble: str | None = None
         """Why the last dump stopped."""
         self.written = 0
@@ -74,6 +74,13 @@ class RequestLog:
         self._wanted = _Wanted(config.log_requests_level if config.log_requests else None, files)
         if config.log_requests and not self._lines.hasHandlers():
             self._log.warning("log_requests is on, but no logging handler is there: logging.basicConfig()")
+
+    def stop(self, files: DumpFiles) -> bool:
+        """Dump no more where that failed; whether that is what was asked for. Under the loop's lock."""
+        stopped = self._wanted.files is files
+        if stopped:
+            self._wanted = _Wanted(self._wanted.level)
+        return stopped
 
     def on_end(self, request: Request) -> None:
         """`request` has ended. Under the loop's lock; costs next to nothing."""
@@ -152,5 +159,5 @@ class RequestLog:
         except Exception as error:
             files.error = f"the dump to {files.folder} stopped: {type(error).__name__}: {error}"
             self.trouble = files.error
+            self._stopped(files)
             self._log.error(files.error)
-            self._stopped(files.asked[0])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from tokenspeed_rl.config import EngineConfig
+from tokenspeed_rl.core.dump_files import DumpFiles
 from tokenspeed_rl.core.engine_loop import EngineLoop
 from tokenspeed_rl.core.profiler import Profiler
 from tokenspeed_rl.core.request import Request
@@ -40,17 +42,18 @@ class Watch:
         self.profiler = Profiler(steps)
         self.watchdog = Watchdog(None)
         self._log = log
-        self._requests = RequestLog(tokenizer, log, lambda folder: _forget_folder(config, folder))
+        self._requests = RequestLog(tokenizer, log, self._stop_dump)
+        self._config = config
+        self._lock = threading.RLock()  # until there is a loop
         self._thread: WatchThread | None = None
         try:
             self._requests.configure(config)
         except RequestError as error:
             raise ConfigError(str(error)) from error
 
-    def tunables(
-        self, config: EngineConfig, scheduler: Scheduler, version: WeightVersion, loop: EngineLoop
-    ) -> Tunables:
+    def begin(self, scheduler: Scheduler, version: WeightVersion, loop: EngineLoop) -> Tunables:
         """Begin to watch as the config says; returns what changes that, and the rest that can change."""
+        self._lock = loop.lock
         thread = self._thread = WatchThread(self.watchdog, lambda: loop.thread, self._log)
         setters: dict[str, Setter] = {
             "max_running_requests": lambda c: setattr(scheduler, "max_running", c.max_running_requests),
@@ -59,9 +62,9 @@ class Watch:
             "log_level": lambda c: self._log.setLevel(c.log_level.upper()),
             "watchdog_timeout": lambda c: thread.set_timeout(c.watchdog_timeout),
         }
-        thread.set_timeout(config.watchdog_timeout)
+        thread.set_timeout(self._config.watchdog_timeout)
         configure = self._requests.configure
-        return Tunables(config, setters, logging=configure, rename=version.rename, lock=loop.lock)
+        return Tunables(self._config, setters, logging=configure, rename=version.rename, lock=loop.lock)
 
     def on_end(self, request: Request) -> None:
         """A sample has ended. Under the loop's lock."""
@@ -82,8 +85,7 @@ class Watch:
             self._thread.close()
         self._requests.close()
 
-
-def _forget_folder(config: EngineConfig, folder: str) -> None:
-    """A dump there has failed."""
-    if config.dump_requests_folder == folder:
-        config.dump_requests_folder = ""
+    def _stop_dump(self, files: DumpFiles) -> None:
+        with self._lock:
+            if self._requests.stop(files):
+                self._config.dump_requests_folder = ""

@@ -7,6 +7,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 
 from tokenspeed_rl.lifecycle.watchdog import Overdue, Watchdog
 
@@ -34,8 +35,10 @@ class WatchThread:
         with self._wake:
             self._watchdog.timeout = timeout
             if timeout is not None and self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tokenspeed_rl-watchdog", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="tokenspeed_rl-watchdog", daemon=True)
+                with suppress(RuntimeError):  # none is to be had: `Watchdog.overdue` still knows
+                    thread.start()
+                    self._thread = thread
             self._wake.notify_all()
 
     def close(self) -> None:
