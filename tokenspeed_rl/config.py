@@ -185,7 +185,7 @@ def _wrong_values(config: EngineConfig) -> list[tuple[str, str]]:
     )
     for name in counts:
         value = getattr(config, name)
-        require(name, value is None or _at_least(value, 1), "at least 1", "Set a positive number.")
+        require(name, value is None or _in_64_bits(value, 1), "in 1 .. 2**63 - 1", "Set a positive number.")
     if isinstance(config.page_size, int) and isinstance(config.max_total_tokens, int):
         fits = config.max_total_tokens >= config.page_size
         require("max_total_tokens", fits, f"at least page_size, {config.page_size}", "It is in whole pages.")
@@ -196,13 +196,12 @@ def _wrong_values(config: EngineConfig) -> list[tuple[str, str]]:
     patience = config.watchdog_timeout
     bounded = patience is None or (isinstance(patience, float | int) and 0 < patience < math.inf)
     require("watchdog_timeout", bounded, "above 0 and finite, or None", "None never looks.")
-    require("reserve_bytes", _at_least(config.reserve_bytes, 0), "at least 0", "0 reserves nothing.")
-    seed_fits = _at_least(config.seed, 0) and config.seed < 2**63
-    require("seed", seed_fits, "in 0 .. 2**63 - 1", "Any such number will do.")
+    require("reserve_bytes", _in_64_bits(config.reserve_bytes, 0), "in 0 .. 2**63 - 1", "0 reserves nothing.")
+    require("seed", _in_64_bits(config.seed, 0), "in 0 .. 2**63 - 1", "Any such number will do.")
     for name in ("weight_version", "model_path", "revision", "served_model_name", "expert_distribution_dir"):
         require(name, getattr(config, name) != "", "a non-empty string", "Leave it out for the default.")
     return problems
 
 
-def _at_least(value: object, low: int) -> bool:
-    return isinstance(value, int) and value >= low
+def _in_64_bits(value: object, low: int) -> bool:
+    return isinstance(value, int) and low <= value < 2**63

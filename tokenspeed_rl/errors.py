@@ -104,6 +104,9 @@ def nearest(name: object, valid: Iterable[str]) -> str:
 
 def shorten(value: object) -> str:
     """`repr(value)`, cut in the middle when it is too long for a message."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # of the caller's own class, or an int of too many digits
+        text = f"a {type(value).__name__} that can't be shown: {error}"
     half = _LONGEST_REPR // 2
     return text if len(text) <= _LONGEST_REPR else f"{text[:half]} ... {text[-half:]}"

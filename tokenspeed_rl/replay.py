@@ -124,18 +124,33 @@ def _sample(line: str, place: str) -> Sample | None:
         sample = json.loads(line)
         if sample["wants"]["reading"] is not None:
             return None
-        wanted = (("input_ids", list), ("output_ids", list), ("sampling_params", dict), ("meta_info", dict))
-        if all(isinstance(sample[name], kind) for name, kind in wanted) and isinstance(sample["seed"], int):
+        if _is_whole(sample):
             return dict(sample)
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise RequestError(
         f"{place} is no sample of a dump", got=line, fix="Name a file of dump_requests_folder."
     )
 
 
+def _is_whole(sample: Sample) -> bool:
+    """Whether all that a replay reads is there, and of its type. Raises KeyError, TypeError."""
+    meta, params = sample["meta_info"], sample["sampling_params"]
+    numbers = sample["seed"], sample["max_new_tokens"], params["min_new_tokens"], meta["index"]
+    lists = sample["input_ids"], sample["output_ids"], meta["weight_versions"]
+    return (
+        all(type(number) is int for number in numbers)
+        and all(isinstance(each, list) for each in lists)
+        and isinstance(meta["id"], str)
+        and isinstance(meta["finish_reason"], dict)
+        and all(isinstance(span["version"], str) for span in meta["weight_versions"])
+        and isinstance(meta.get("lora"), str | None)
+        and isinstance(meta.get("output_token_logprobs"), list | None)
+    )
+
+
 def _params(sample: Sample) -> dict[str, Any]:
-    cut = (sample["meta_info"]["finish_reason"] or {}).get("type") == "abort"
+    cut = sample["meta_info"]["finish_reason"].get("type") == "abort"
     most = len(sample["output_ids"]) if cut else sample["max_new_tokens"]
     fields = {**sample["sampling_params"], "n": 1, "seed": sample["seed"], "max_new_tokens": most}
     return {**fields, "min_new_tokens": min(fields["min_new_tokens"], most)}

@@ -173,6 +173,8 @@ def check_integer(name: str, value: Any, *, low: int | None = None, high: int | 
         number = None
     if number is None:
         raise RequestError(f"{name} must be an integer", got=value, fix="Pass an int.")
+    if number.bit_length() > 64:
+        raise RequestError(f"{name} must fit in 64 bits", got=value, fix="Pass a smaller number.")
     if (low is not None and number < low) or (high is not None and number > high):
         limit = f"at least {low}" if high is None else f"in {low} .. {high}"
         raise RequestError(f"{name} must be {limit}", got=number, fix=f"Pass an int that is {limit}.")

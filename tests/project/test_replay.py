@@ -124,6 +124,54 @@ def test_logprobs_count_too(
     assert run(monkeypatch, file, "--model", folder / "model", "--tolerance", 0.02) == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("max_new_tokens",), None),
+        (("max_new_tokens",), "a"),
+        (("seed",), True),
+        (("sampling_params", "min_new_tokens"), None),
+        (("meta_info", "finish_reason"), "abort"),
+        (("meta_info", "id"), None),
+        (("meta_info", "weight_versions"), [{}]),
+        (("meta_info", "lora"), 3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_broken_line_is_refused(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    path: tuple[str, ...],
+    value: object,
+    gone: bool,
+) -> None:
+    """Exit 2 with its place, whatever in it is missing or of another type: 1 would mean that it differs."""
+    line = lines(folder)[0]
+    holder = line
+    for name in path[:-1]:
+        holder = holder[name]
+    if gone and path[-1] != "lora":
+        del holder[path[-1]]
+    else:
+        holder[path[-1]] = value
+    file = tmp_path / "one.jsonl"
+    file.write_text(json.dumps(line) + "\n")
+    assert run(monkeypatch, file, "--model", folder / "model") == 2
+    assert f"{file}:1" in capsys.readouterr().err
+
+
+def test_a_line_that_is_nested_too_deep(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "one.jsonl"
+    file.write_text("[" * 100_000)
+    assert run(monkeypatch, file, "--model", "/nowhere") == 2
+    assert f"{file}:1" in capsys.readouterr().err
+
+
 def test_adapters_are_replayed_with_theirs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

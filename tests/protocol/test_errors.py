@@ -81,3 +81,8 @@ def test_unknown_names_get_a_hint() -> None:
     """The nearest valid name when one is near, all of them otherwise."""
     assert errors.nearest("temprature", ["temperature", "top_p"]) == "Did you mean 'temperature'?"
     assert errors.nearest("xyz", ["top_p", "n"]) == "Valid names: n, top_p."
+
+
+def test_a_value_that_cannot_be_shown() -> None:
+    """A message comes also of a value whose own `repr` fails."""
+    assert "a int that can't be shown" in str(errors.RequestError("too large", got=10**5000))

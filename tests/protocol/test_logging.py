@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 
 from tests.tiny import Tiny
-from tokenspeed_rl import Engine, requests
+from tokenspeed_rl import Engine, EngineConfig, requests
 from tokenspeed_rl.core import request_log
+from tokenspeed_rl.core.dump_files import DumpFiles
+from tokenspeed_rl.core.request_log import RequestLog
 from tokenspeed_rl.errors import ConfigError, EngineShutdownError, RequestError
 
 WAIT = 20.0
@@ -359,3 +362,27 @@ def test_a_failure_told_late_ends_no_later_dump(tmp_path: Path) -> None:
     assert second is not None and second is not first
     assert not log.stop(first) and log._wanted.files is second
     assert log.stop(second) and log._wanted.files is None
+
+
+def test_a_dump_deleted_under_way(engine: Engine, tmp_path: Path) -> None:
+    """It stops and says why, rather than write where nobody can read; asked for again, it goes on."""
+    folder = tmp_path / "dump"
+    engine.configure_logging(dump_requests_folder=str(folder))
+    engine.generate("one", GREEDY)
+    log = engine.client._core.watch._requests
+    assert log.settle(WAIT)
+    shutil.rmtree(folder)
+    engine.generate("two", GREEDY)
+    assert log.settle(WAIT)
+    state = Tiny.state(engine)
+    assert "was deleted" in state["request_log"]["dump_error"] and state["request_log"]["dumped"] == 1
+    assert state["server_args"]["dump_requests_folder"] == ""
+    engine.configure_logging(dump_requests_folder=str(folder))
+    engine.generate("three", GREEDY)
+    assert log.settle(WAIT) and len(lines_of(folder)) == 1
+
+
+def test_a_path_that_is_none(engine: Engine) -> None:
+    for path in ("\0", "~nobody-of-this-name/x"):
+        with pytest.raises(RequestError, match="dump_requests_folder can't be written"):
+            engine.configure_logging(dump_requests_folder=path)

@@ -275,3 +275,20 @@ def test_a_folder_that_goes_away(counter: Engine, tmp_path: Path) -> None:
     counter.start_profile(str(tmp_path), num_steps=1)
     generate(counter)
     assert len(marks(*counter.stop_profile())) == 1
+
+
+@pytest.mark.parametrize("by_stage", [False, True])
+def test_a_full_disk(
+    counter: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_stage: bool
+) -> None:
+    """`stop` says that nothing could be written, and no half file is left."""
+
+    def cut_short(self: Any, path: str) -> None:  # as torch does: a message on stderr, and no error
+        Path(path + ".tmp").write_text("{")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut_short)
+    counter.start_profile(str(tmp_path), profile_by_stage=by_stage)
+    generate(counter)
+    with pytest.raises(EngineStateError, match="disk may be full"):
+        counter.stop_profile()
+    assert list(tmp_path.iterdir()) == []

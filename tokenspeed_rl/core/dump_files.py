@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
+from errno import ENOENT
 from io import FileIO
 from pathlib import Path
 
@@ -23,16 +24,16 @@ class DumpFiles:
         self.asked = (folder, threshold)
         self.error: str | None = None
         """Why nothing more goes in, once it failed."""
-        self.folder = Path(folder).expanduser().absolute()
         self.threshold = threshold
         self._file: FileIO | None = None
         self._lines = 0
         self._number = 0
         try:
+            self.folder = Path(folder).expanduser().absolute()
             self.folder.mkdir(parents=True, exist_ok=True)
             self._open().close()
             os.unlink(self._path)
-        except OSError as error:
+        except (OSError, ValueError, RuntimeError) as error:  # a path with \0, or of a user unknown
             raise RequestError(
                 f"dump_requests_folder can't be written: {error}", got=folder, fix="Name another folder."
             ) from error
@@ -41,6 +42,8 @@ class DumpFiles:
         """Append a line, whole or not at all. Raises OSError."""
         if self._file is None:
             self._file, self._lines = self._open(), 0
+        if not os.fstat(self._file.fileno()).st_nlink:
+            raise FileNotFoundError(ENOENT, "it was deleted", str(self._path))
         end = self._file.tell()
         try:
             written = self._file.write(line)

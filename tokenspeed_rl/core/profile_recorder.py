@@ -60,8 +60,10 @@ class TorchRecorder:
         part = self._free_path(f"{self._kind}.part{len(parts)}")
         recorded, self._profile = self._profile, None
         recorded.stop()
-        recorded.export_chrome_trace(str(part))
         parts.append(part)
+        recorded.export_chrome_trace(str(part))
+        if not part.exists():  # torch says so on stderr alone
+            raise OSError(f"torch could not write {part}: the disk may be full, or the folder gone")
 
     def write(self) -> list[str]:
         """The parts of each kind as one trace."""
@@ -71,8 +73,11 @@ class TorchRecorder:
             if len(parts) == 1:
                 parts[0].rename(path)
             else:
-                path.write_text(json.dumps(_joined(parts)), encoding="utf-8")
-                for part in parts:
+                whole = parts[0].with_suffix(".whole")
+                parts.append(whole)  # to be dropped like them, should the disk be full
+                whole.write_text(json.dumps(_joined(parts[:-1])), encoding="utf-8")
+                whole.rename(path)
+                for part in parts[:-1]:
                     part.unlink()
             written.append(str(path))
         return written
@@ -84,8 +89,9 @@ class TorchRecorder:
             with suppress(Exception):
                 recorded.stop()
         for part in (part for parts in self._parts.values() for part in parts):
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
+            for path in (part, part.with_name(part.name + ".tmp")):  # the latter is torch's
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
 
     def _free_path(self, tail: str) -> Path:
         """A path that no other profile has taken."""

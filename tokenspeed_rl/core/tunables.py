@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenspeed_rl.config import EngineConfig
 from tokenspeed_rl.errors import EngineStateError, RequestError, nearest
+from tokenspeed_rl.weights.incoming import is_label
 
 LOGGING = ("log_requests", "log_requests_level", "dump_requests_folder", "dump_requests_threshold")
 """Those that any thread may change; the others change on the loop's."""
@@ -73,8 +74,10 @@ class Tunables:
             raise RequestError(
                 "this can't change while the engine runs", got=fixed[0], fix=f"Can: {', '.join(self.names)}."
             )
-        if label is not None and (not isinstance(label, str) or not label):
-            raise RequestError("weight_version must be a non-empty string", got=label, fix='Say "step-7".')
+        if label is not None and not is_label(label):
+            raise RequestError(
+                "weight_version must be a non-empty string of UTF-8", got=label, fix='Say "step-7".'
+            )
         made = dataclasses.replace(self._config, **fields)
         made.validate()
         if made.max_total_tokens is not None and any(name in fields for name in KV_SIZE):

@@ -13,7 +13,7 @@ from tokenspeed_rl.lifecycle.watchdog import Overdue, Watchdog
 
 LOOKS = 4
 """In a watchdog's timeout."""
-LONGEST_NAP = 5.0
+SHORTEST_NAP, LONGEST_NAP = 0.01, 5.0
 CLOSE_SECONDS = 10.0
 """How long shutdown waits for a message that a logging handler keeps it from getting out."""
 
@@ -55,7 +55,8 @@ class WatchThread:
                 if self._closing:
                     return
                 timeout = self._watchdog.timeout
-                self._wake.wait(None if timeout is None else min(timeout / LOOKS, LONGEST_NAP))
+                nap = None if timeout is None else min(max(timeout / LOOKS, SHORTEST_NAP), LONGEST_NAP)
+                self._wake.wait(nap)
             self._watchdog.look(self._stuck, self._freed)
 
     def _stuck(self, overdue: Overdue) -> None:

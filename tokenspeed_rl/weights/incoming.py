@@ -100,11 +100,16 @@ def check_update(
         raise RequestError("timeout must be above 0 seconds", got=timeout, fix="Pass a number of seconds.")
 
 
+def is_label(label: Any) -> bool:
+    """Whether `label` is a non-empty string, without half a character in it that no file would take."""
+    return isinstance(label, str) and label != "" and label.encode(errors="ignore").decode() == label
+
+
 def check_label(name: str, label: Any) -> None:
-    """Refuse what can't label weights: anything but None and a non-empty string. Raises RequestError."""
-    if label is not None and not (isinstance(label, str) and label):
+    """Refuse what can't label weights. Raises RequestError."""
+    if label is not None and not is_label(label):
         raise RequestError(
-            f"{name} must be a non-empty string",
+            f"{name} must be a non-empty string that can be written as UTF-8",
             got=label,
             fix="None labels the weights with the number of updates so far.",
         )
