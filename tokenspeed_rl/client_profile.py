@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from tokenspeed_rl.client_base import ClientBase
-from tokenspeed_rl.core.profiler import profile_request
+from tokenspeed_rl.core.watching.profiler import profile_request
 
 
 class ProfileMembers(ClientBase):

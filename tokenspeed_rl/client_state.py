@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenspeed_rl.client_base import ClientBase, expect
 from tokenspeed_rl.config import EngineConfig
-from tokenspeed_rl.core.tunables import LOGGING
+from tokenspeed_rl.core.watching.tunables import LOGGING
 from tokenspeed_rl.errors import EngineStateError, TokenSpeedError
 from tokenspeed_rl.requests import ConfigureLoggingReq, GetLoadReqOutput, SetInternalStateReq
 

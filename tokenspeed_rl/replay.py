@@ -1,8 +1,8 @@
 """Dumped requests, run again on an engine and compared.
 
-A line of a dump (core/request_record.py) says all that one sample depended on, and the seed with which a
-request of one sample draws what that one drew. So a replay under the same weights gives the same tokens,
-drawn ones too, whatever ran beside them.
+A line of a dump (core/watching/request_record.py) says all that one sample depended on, and the seed with
+which a request of one sample draws what that one drew. So a replay under the same weights gives the same
+tokens, drawn ones too, whatever ran beside them.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ import pytest
 
 from tests.tiny import Tiny
 from tokenspeed_rl import Engine, EngineConfig, requests
-from tokenspeed_rl.core import request_log
-from tokenspeed_rl.core.dump_files import DumpFiles
-from tokenspeed_rl.core.request_log import RequestLog
+from tokenspeed_rl.core.watching import request_log
+from tokenspeed_rl.core.watching.dump_files import DumpFiles
+from tokenspeed_rl.core.watching.request_log import RequestLog
 from tokenspeed_rl.errors import ConfigError, EngineShutdownError, RequestError
 
 WAIT = 20.0

@@ -9,19 +9,19 @@ from tokenspeed_rl.cache.kv_cache import KVCache, KVLayout
 from tokenspeed_rl.cache.page_pool import PagePool
 from tokenspeed_rl.cache.prefix_cache import PrefixCache
 from tokenspeed_rl.config import EngineConfig
-from tokenspeed_rl.core.engine_log import EngineLog
 from tokenspeed_rl.core.engine_loop import EngineLoop
-from tokenspeed_rl.core.expert_recorder import ExpertRecorder
 from tokenspeed_rl.core.intake import Intake
 from tokenspeed_rl.core.kv_sizing import most_pages
 from tokenspeed_rl.core.life_cycle import LifeCycle
 from tokenspeed_rl.core.model_runner import ModelRunner
 from tokenspeed_rl.core.model_source import ModelSource, open_model
-from tokenspeed_rl.core.record_file import write_record
 from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.residents import GraphMemory, KVMemory, WeightsMemory
 from tokenspeed_rl.core.scheduler import Scheduler
-from tokenspeed_rl.core.watch import Watch
+from tokenspeed_rl.core.watching.engine_log import EngineLog
+from tokenspeed_rl.core.watching.expert_recorder import ExpertRecorder
+from tokenspeed_rl.core.watching.record_file import write_record
+from tokenspeed_rl.core.watching.watch import Watch
 from tokenspeed_rl.core.weight_sync import WeightSync
 from tokenspeed_rl.lifecycle.expert_distribution import ExpertDistribution
 from tokenspeed_rl.lifecycle.sessions import Sessions

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, record_function, supported_activiti
 
 from tokenspeed_rl.core.batch import StepPlan
 from tokenspeed_rl.core.model_runner import StepOutcome
-from tokenspeed_rl.core.profile_recorder import TorchRecorder, refuse_beside_another
+from tokenspeed_rl.core.watching.profile_recorder import TorchRecorder, refuse_beside_another
 from tokenspeed_rl.errors import RequestError
 from tokenspeed_rl.lifecycle.profiling import Plan, Profiling
 from tokenspeed_rl.sampling_params import check_bool, check_integer

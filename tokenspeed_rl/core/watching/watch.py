@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 from tokenspeed_rl.config import EngineConfig
-from tokenspeed_rl.core.dump_files import DumpFiles
 from tokenspeed_rl.core.engine_loop import EngineLoop
-from tokenspeed_rl.core.profiler import Profiler
 from tokenspeed_rl.core.request import Request
-from tokenspeed_rl.core.request_log import RequestLog
 from tokenspeed_rl.core.scheduler import Scheduler
 from tokenspeed_rl.core.stats import Ends
-from tokenspeed_rl.core.tunables import Setter, Tunables
-from tokenspeed_rl.core.watch_thread import WatchThread
+from tokenspeed_rl.core.watching.dump_files import DumpFiles
+from tokenspeed_rl.core.watching.profiler import Profiler
+from tokenspeed_rl.core.watching.request_log import RequestLog
+from tokenspeed_rl.core.watching.tunables import Setter, Tunables
+from tokenspeed_rl.core.watching.watch_thread import WatchThread
 from tokenspeed_rl.errors import ConfigError, RequestError
 from tokenspeed_rl.lifecycle.watchdog import Watchdog
 from tokenspeed_rl.weights.version import WeightVersion

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tokenspeed_rl.config import EngineConfig
-from tokenspeed_rl.core.dump_files import DumpFiles
-from tokenspeed_rl.core.engine_log import EngineLog
 from tokenspeed_rl.core.request import Request
-from tokenspeed_rl.core.request_record import describe, record
+from tokenspeed_rl.core.watching.dump_files import DumpFiles
+from tokenspeed_rl.core.watching.engine_log import EngineLog
+from tokenspeed_rl.core.watching.request_record import describe, record
 
 R = TypeVar("R")
 MOST_WAITING = 4096
