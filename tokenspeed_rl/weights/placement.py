@@ -73,7 +73,8 @@ class Placement:
                 was.
         """
         for name, parent, key, child in self._links:
-            if bare(parent._modules.get(key)) is not child:
+            there = parent._modules.get(key)
+            if there is not child and bare(there) is not child:
                 raise self._broken(f"the module {name} was replaced or removed")
         for place in self._places:
             param = place.owner._parameters.get(place.attribute)
