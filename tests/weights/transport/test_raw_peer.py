@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -67,10 +68,12 @@ def test_plain_broadcasts_in_order(
 def test_wrong_prefix(ends: Any, store: dist.TCPStore) -> None:
     """E8: a group of another name is not ours: the wait ends in time, and says what is there."""
     store.set("other_group/0/0", "somebody's address")
-    with pytest.raises(
-        EngineTimeoutError, match=r"'weight_update_group' didn't appear.*there is other_group"
-    ):
-        ends.receiver(store.port, timeout=0.6)
+    for timeout in (0.6, 6.0, 30.0):  # torch's first contact with a store takes seconds at times
+        with pytest.raises(EngineTimeoutError) as caught:
+            ends.receiver(store.port, timeout=timeout)
+        if "nobody answered" not in str(caught.value):
+            break
+    assert re.search(r"'weight_update_group' didn't appear.*there is other_group", str(caught.value))
 
 
 @pytest.mark.parametrize("ending", ["goes away", "sends nothing"])
