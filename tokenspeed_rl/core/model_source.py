@@ -50,11 +50,25 @@ class ModelSource:
 
     def share(self, module: nn.Module, version: str | None = None) -> SharedWeights:
         """Read the weights of `module` from now on; a refused module leaves everything as it was."""
+        self._check_config(unwrap(module))
         classes = module_classes(self.spec.architecture)
         with self._sharing:
             self.shared = share(module, self.store, classes, version)
         self.decoder.follow_rope(_other_frequencies(self.shared.module, self.spec))
         return self.shared
+
+    def _check_config(self, root: nn.Module) -> None:
+        """The numbers that names and shapes don't show, such as experts per token, must be this model's too.
+        Modules of another class are left to `share`."""
+        config = getattr(root, "config", None)
+        if type(root).__name__ != self.spec.architecture or not isinstance(config, PretrainedConfig):
+            return
+        wrong = self.spec.differences(spec_from_config(config, type(root).__name__))
+        if wrong:
+            raise ConfigError(
+                f"the module to share is of another model: {'; '.join(wrong[:3])}; nothing was shared",
+                fix="Share a module with the config that the engine was made with, or make another engine.",
+            )
 
     def weights_changed(self, version: str | None) -> Receipt:
         """As `SharedWeights.weights_changed`, of the module that is shared."""
@@ -178,7 +192,7 @@ def _from_module(module: nn.Module, config: EngineConfig, tokenizer: Any) -> Mod
         live=type(root).__name__,
     )
     source.tokenizer = None if config.skip_tokenizer_init else tokenizer
-    source.share(root)
+    source.share(module)
     return source
 
 

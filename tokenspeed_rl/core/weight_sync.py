@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -240,12 +239,7 @@ class WeightSync:
         """The numbers that names and shapes don't show, such as the rotary base, must be this model's too."""
         if not (directory / "config.json").is_file():
             return
-        other = spec_from_config(read_config(directory))
-        wrong = [
-            f"{field.name} is {there!r}, not {here!r}"
-            for field in dataclasses.fields(other)
-            if (there := getattr(other, field.name)) != (here := getattr(self._source.spec, field.name))
-        ]
+        wrong = self._source.spec.differences(spec_from_config(read_config(directory)))
         if wrong:
             raise WeightUpdateError(
                 f"{directory} holds another model: {'; '.join(wrong[:3])}; nothing was written",

@@ -1,6 +1,6 @@
 """What the one decoder needs to know about a model, as numbers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from tokenspeed_rl.layers.moe import ExpertSpec
 from tokenspeed_rl.layers.rope import RopeSpec
@@ -54,3 +54,11 @@ class DecoderSpec:
     def expert_layers(self) -> tuple[int, ...]:
         """Which layers have experts."""
         return () if self.experts is None else self.experts.layers
+
+    def differences(self, other: "DecoderSpec") -> list[str]:
+        """What of `other` isn't as it is here, in words."""
+        return [
+            f"{each.name} is {there!r}, not {here!r}"
+            for each in fields(self)
+            if (there := getattr(other, each.name)) != (here := getattr(self, each.name))
+        ]
