@@ -7,6 +7,8 @@ import math
 import pytest
 import torch
 
+from tokenspeed_rl.requests import GenerateReqInput
+
 POISON = 7
 
 
@@ -160,3 +162,31 @@ def test_what_begins_alike_is_not_spoilt(tiny, poisoned, clean, make_engine, fir
                 values = [value for value, _, _ in result["meta_info"]["input_token_logprobs"][1:]]
                 assert values == pytest.approx(tiny.ref_logprobs(poisoned, clean), abs=1e-4)
     tiny.all_back(engine)
+
+
+def test_who_starts_over_alone_lends_nothing(tiny, poisoned, clean, make_engine):
+    """F7: a request that computes everything itself, after KV it had borrowed came under suspicion, keeps no
+    page for others. One with the same prompt beside it is exact, and so is whoever finds that one's pages."""
+    healed = tiny.model()
+    engine = make_engine(poisoned, page_size=4, max_total_tokens=512)
+    greedy, short = {"temperature": 0, "max_new_tokens": 12}, clean[:8]
+    engine.generate(input_ids=[*short, 1], sampling_params={"max_new_tokens": 1})  # two pages to borrow
+    prompt = [*short, POISON, 9, 8, 5, 4, 3]
+    paused = tiny.after_step(engine, 1, lambda: engine.pause("retract"))  # right after its fault
+    first = engine.client.generate_request(GenerateReqInput(input_ids=prompt, sampling_params=greedy))
+    assert paused.result(20) and tiny.state(engine)["num_waiting"] == 1
+    with torch.no_grad():
+        poisoned.model.embed_tokens.weight.copy_(healed.model.embed_tokens.weight)
+    engine.weights_changed("healed")
+    second = engine.client.generate_request(
+        GenerateReqInput(input_ids=prompt, sampling_params=greedy, return_logprob=True)
+    )
+    engine.resume()
+    assert engine.llm.run(first.result(20))["meta_info"]["finish_reason"]["type"] == "length"
+    result = engine.llm.run(second.result(20))
+    assert tiny.gap(healed, prompt, result) < 1e-4
+    whole = [*prompt, *result["output_ids"]]
+    for start in range(0, len(whole) - 8, 4):  # whatever any page of them could be mistaken for
+        victim = [*whole[start : start + 8], 1]
+        found = engine.generate(input_ids=victim, sampling_params=greedy, return_logprob=True)
+        assert tiny.gap(healed, victim, found) < 1e-4

@@ -35,7 +35,8 @@ class WeightsMemory:
             raise
         self._backup = backup
         if backup is None:
-            store.version.invalidate("their memory was released without a backup")
+            why = "as no complete set" if self._keep else "without a backup"
+            store.version.invalidate(f"their memory was released {why}")
 
     def map(self) -> None:
         """The same addresses again."""

@@ -150,7 +150,8 @@ class Scheduler:
     def _admit(self, plan: StepPlan, budget: int) -> None:
         leaders = {self._prompt_key(r): r for r in self.running if self._can_lead(r)}
         while len(self.running) < self.max_running and (request := self._next_waiting()):
-            leader = leaders.get(self._prompt_key(request)) if request.output_len == 0 else None
+            follows = request.output_len == 0 and not request.alone
+            leader = leaders.get(self._prompt_key(request)) if follows else None
             if leader is not None:
                 request.leader = leader
                 leader.followers.append(request)
@@ -171,9 +172,8 @@ class Scheduler:
         return self._queue[0][1] if self._queue else None
 
     def _can_lead(self, request: Request) -> bool:
-        return (
-            request.leader is None and request.output_len == 0 and request.remaining > 0 and not request.mixed
-        )
+        fresh = request.output_len == 0 and request.remaining > 0
+        return fresh and request.leader is None and not request.mixed and not request.alone
 
     def _prompt_key(self, request: Request) -> tuple[object, ...]:
         start = request.wants.prompt_start
@@ -233,7 +233,7 @@ class Scheduler:
             for page in leader.pages[:full]:
                 self.cache.pool.share(page)
             request.pages = leader.pages[:full] + fresh
-            request.node, request.kept_pages, request.mixed = leader.node, full, leader.mixed
+            request.node, request.kept_pages, request.mixed = leader.node, leader.kept_pages, leader.mixed
             request.borrowed = leader.borrowed
             request.computed = request.cached_tokens = request.prompt_len
             plan.forks[request] = leader
