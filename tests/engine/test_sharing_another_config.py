@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from peft import LoraConfig, get_peft_model
 
+from tests.heads import Heads
 from tokenspeed_rl.errors import ConfigError
 
 
@@ -40,3 +41,11 @@ def test_hooks_of_a_peft_wrapper_are_seen_at_construction_and_later(tiny, make_e
     module.register_forward_hook(lambda *_: None)
     with pytest.raises(ConfigError, match="PeftModel has a forward hook"):
         engine.weights_changed()
+
+
+@pytest.mark.parametrize("reading", ["score", "values"])
+def test_adapters_on_a_model_that_scores_are_refused(make_engine, reading):
+    """Its requests name none, and scores of the base alone would not be the module's."""
+    lora = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    with pytest.raises(ConfigError, match="LoRA adapters can't be shared"):
+        make_engine(get_peft_model(Heads.model(reading), lora))

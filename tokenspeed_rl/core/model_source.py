@@ -30,6 +30,7 @@ from tokenspeed_rl.weights import (
     share,
     unwrap,
 )
+from tokenspeed_rl.weights.adapters import lora_layers
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +65,11 @@ class ModelSource:
         if type(root).__name__ != self.spec.architecture or not isinstance(config, PretrainedConfig):
             return
         wrong = self.spec.differences(spec_from_config(config, type(root).__name__))
+        if lora_layers(root) and not self.spec.head.generates:
+            raise ConfigError(
+                f"LoRA adapters can't be shared with a {type(root).__name__}: no request for a score names one",
+                fix="Merge the adapter, or share the base model.",
+            )
         if wrong:
             raise ConfigError(
                 f"the module to share is of another model: {'; '.join(wrong[:3])}; nothing was shared",
