@@ -67,7 +67,7 @@ class ModelSource:
         wrong = self.spec.differences(spec_from_config(config, type(root).__name__))
         if lora_layers(root) and not self.spec.head.generates:
             raise ConfigError(
-                f"LoRA adapters can't be shared with a {type(root).__name__}: no request for a score names one",
+                f"LoRA adapters can't be shared with a {type(root).__name__}: no score asks for one",
                 fix="Merge the adapter, or share the base model.",
             )
         if wrong:
