@@ -14,22 +14,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.models.conftest import SIZES
 from tokenspeed_rl.errors import ConfigError
 from tokenspeed_rl.layers.moe import ExpertSpec, Routes, experts, route
 from tokenspeed_rl.models import slots, spec_from_config
 
-SIZES = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "pad_token_id": 0,
-}
 QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 OPTIONS: dict[str, tuple[type, dict]] = {
     "qwen": (Qwen3MoeConfig, QWEN),

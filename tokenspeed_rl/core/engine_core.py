@@ -66,10 +66,8 @@ class EngineCore:
             adapters=lambda: store.adapters,
         )
         self.kv = _kv_cache(self.source, config, self.context)
-        version, runner = (
-            store.version,
-            ModelRunner(self.source.decoder, self.kv, store.device, lambda: store.adapters),
-        )
+        version = store.version
+        runner = ModelRunner(self.source.decoder, self.kv, store.device, lambda: store.adapters)
         self.experts = _expert_distribution(self.source, config)
         self.loop = EngineLoop(
             self.scheduler,

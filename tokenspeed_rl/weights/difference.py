@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tokenspeed_rl.weights.mapping import canonical
 from tokenspeed_rl.weights.plain import fault_of
-from tokenspeed_rl.weights.store import WeightStore
+from tokenspeed_rl.weights.store import WeightStore, same_values
 
 
 @torch.no_grad()
@@ -30,9 +30,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> str | None:
         return f"the module's is {fault}"
     if ours.shape != theirs.shape:
         return f"{list(ours.shape)} here, {list(theirs.shape)} in the module"
-    if ours.data_ptr() == theirs.data_ptr() and ours.dtype is theirs.dtype:
+    if same_values(ours, theirs, ours.dtype):
         return None
     cast = theirs.to(ours.device, ours.dtype)
-    if bool(((ours == cast) | (ours.isnan() & cast.isnan())).all()):
-        return None
     return f"by up to {float((ours.float() - cast.float()).abs().max()):.3g}"

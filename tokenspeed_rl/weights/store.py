@@ -148,7 +148,7 @@ class WeightStore:
         """
         others = self.places(target) if given is None else [given]
         return all(
-            _equal(other, piece, self.dtype)
+            same_values(other, piece, self.dtype)
             for other, piece in zip(others, _split(tensor, others), strict=True)
         )
 
@@ -273,7 +273,7 @@ def _split(tensor: Tensor, places: Sequence[Tensor]) -> Sequence[Tensor]:
     return (tensor,) if len(places) == 1 else tensor.split([place.shape[0] for place in places])
 
 
-def _equal(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
+def same_values(left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
     """Same values in `dtype`, where a NaN equals itself; at once for one memory under two names.
 
     A few rows at a time, so that casts and masks take next to no memory.
