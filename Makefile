@@ -27,6 +27,7 @@ ppo-control: .venv/installed
 test: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 tests/kernels/interpreter
 	$(BIN)/pytest -n 2
 
 test-long: .venv/installed

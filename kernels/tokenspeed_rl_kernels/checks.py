@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tokenspeed_rl_kernels.attention_options import AttentionOptions
+
 
 def misfit(what: str, got: object, fix: str) -> ValueError:
     """The error for a misfit argument: what is wrong, what was given, what to do."""
@@ -59,12 +61,13 @@ def check_lens(lens: list[int], least: list[int], page_size: int, columns: int) 
             raise misfit(f"context length of row {row} out of range", length, fix)
 
 
-def check_options(window: int | None, softcap: float | None, sinks: Tensor | None, heads: int) -> None:
+def check_options(options: AttentionOptions, heads: int) -> None:
     """Check the options of paged attention.
 
     Raises:
         ValueError: the window or softcap isn't positive, or the sinks aren't one per query head.
     """
+    window, softcap, sinks = options.window, options.softcap, options.sinks
     if window is not None and window < 1:
         raise misfit("window must be positive", window, "pass None for no window")
     if softcap is not None and not softcap > 0:

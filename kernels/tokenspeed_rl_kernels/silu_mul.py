@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenspeed_rl_kernels.checks import misfit, shapes
+from tokenspeed_rl_kernels.registry import op, runs_triton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,11 @@ CASES = (
 )
 
 
+def _fake(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // 2)
+
+
+@op(_fake)
 def silu_mul(x: Tensor) -> Tensor:
     """Gate the second half of each row by the first: [T, 2I] -> [T, I]; silu is rounded to x's dtype first.
 
@@ -34,6 +40,10 @@ def silu_mul(x: Tensor) -> Tensor:
     """
     if x.ndim != 2 or x.shape[1] % 2:
         raise misfit("x misshapen", shapes(x=x), "pass x [T, 2I]: the gates, then the values")
+    if runs_triton(x):
+        from tokenspeed_rl_kernels.gpu import silu_mul as gpu
+
+        return gpu.launch(x)
     gate, value = x.chunk(2, 1)
     return F.silu(gate).mul_(value)
 

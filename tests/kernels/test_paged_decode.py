@@ -1,12 +1,12 @@
 """Decode attention over pages: right, blind to what it must not see, the same whatever is beside a row."""
 
-import sys
-
 import pytest
 import torch
 
-from tokenspeed_rl_kernels import page_reads
-from tokenspeed_rl_kernels.paged_decode import CASES, Case, decode_with, paged_decode, plan_decode, reference
+from tokenspeed_rl_kernels.attention_options import AttentionOptions
+from tokenspeed_rl_kernels.cpu import page_reads
+from tokenspeed_rl_kernels.cpu.paged_decode import decode_with, plan_decode
+from tokenspeed_rl_kernels.paged_decode import CASES, Case, paged_decode, reference
 
 IDS = [case.name for case in CASES]
 
@@ -14,7 +14,7 @@ IDS = [case.name for case in CASES]
 @pytest.fixture(autouse=True)
 def every_prefix_is_shared(monkeypatch):
     """Small prefixes would be left to each row for speed: the tests want them shared."""
-    monkeypatch.setattr(sys.modules[paged_decode.__module__], "LEAST_SPARED_BYTES", 0)
+    monkeypatch.setattr("tokenspeed_rl_kernels.cpu.paged_decode.LEAST_SPARED_BYTES", 0)
 
 
 def run(c, **changes):
@@ -147,7 +147,7 @@ def test_one_plan_serves_layers_and_queries(paged):
     plan = plan_decode(c.k_cache, c.v_cache, c.table, c.lens, shared=c.shared)
     for factor in (1.0, 2.0):
         k_cache = c.k_cache * factor
-        planned = decode_with(plan, c.q, k_cache, c.v_cache)
+        planned = decode_with(plan, c.q, k_cache, c.v_cache, AttentionOptions())
         assert torch.equal(planned, paged_decode(c.q, k_cache, c.v_cache, c.table, c.lens, shared=c.shared))
 
 

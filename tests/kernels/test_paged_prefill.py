@@ -1,7 +1,5 @@
 """Prefill attention over pages: right for whole prompts, chunks, windows, and for any cut into chunks."""
 
-import sys
-
 import pytest
 import torch
 
@@ -55,7 +53,7 @@ def test_query_blocks_change_nothing(block, paged, monkeypatch):
     case = Case(name="blocks", queries=(50, 20), lens=(50, 60), window=13)
     c = paged(case, 70)
     expected = paged_prefill(c.q, c.k_cache, c.v_cache, c.table, starts_of(case), c.lens, window=13)
-    monkeypatch.setattr(sys.modules[paged_prefill.__module__], "QUERY_BLOCK", block)
+    monkeypatch.setattr("tokenspeed_rl_kernels.cpu.paged_prefill.QUERY_BLOCK", block)
     ours = paged_prefill(c.q, c.k_cache, c.v_cache, c.table, starts_of(case), c.lens, window=13)
     torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
 

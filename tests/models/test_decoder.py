@@ -1,7 +1,6 @@
 """The decoder computes what transformers does, for every family and option, however a context is cut up."""
 
 import itertools
-import sys
 
 import pytest
 import torch
@@ -176,7 +175,7 @@ def test_requests_may_share_pages_written_in_the_same_step(make_model, page):
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_rows_that_share_a_prefix(family, make_model, page, monkeypatch):
     """Decode rows told of their shared pages compute what they would alone."""
-    monkeypatch.setattr(sys.modules["tokenspeed_rl_kernels.paged_decode"], "LEAST_SPARED_BYTES", 0)
+    monkeypatch.setattr("tokenspeed_rl_kernels.cpu.paged_decode.LEAST_SPARED_BYTES", 0)
     model = make_model(family, **({"sliding_window": 6} if family == "mistral" else {}))
     prefix = tokens(5, 4)
     prompts = [prefix + tokens(seed, seed) for seed in (6, 7, 9)] + [tokens(10, 5)]

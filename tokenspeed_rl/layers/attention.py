@@ -8,8 +8,9 @@ from torch import Tensor
 
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
 from tokenspeed_rl_kernels import rope_write_kv
-from tokenspeed_rl_kernels.paged_decode import DecodePlan, decode_with, plan_decode
-from tokenspeed_rl_kernels.paged_prefill import PrefillRow, plan_prefill, prefill_with
+from tokenspeed_rl_kernels.attention_options import AttentionOptions
+from tokenspeed_rl_kernels.cpu.paged_decode import DecodePlan, decode_with, plan_decode
+from tokenspeed_rl_kernels.cpu.paged_prefill import PrefillRow, plan_prefill, prefill_with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +84,10 @@ def attention(
         k_norm=None if norms is None else norms.key,
         eps=0.0 if norms is None else norms.eps,
     )
-    rows = batch.num_decode
+    rows, options = batch.num_decode, AttentionOptions(window=window)
     parts = []
     if rows:
-        parts.append(decode_with(plan.decode[window], q[:rows], k_cache, v_cache))
+        parts.append(decode_with(plan.decode[window], q[:rows], k_cache, v_cache, options))
     if rows < len(q):
-        parts.append(prefill_with(plan.prefill, q[rows:], k_cache, v_cache, window=window))
+        parts.append(prefill_with(plan.prefill, q[rows:], k_cache, v_cache, options))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)

@@ -1,0 +1,21 @@
+"""The gate of the feed-forward, in Triton."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tokenspeed_rl_kernels.silu_mul import CASES, silu_mul
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_transformers(case, dtype):
+    """Silu is rounded, then the product: one unit in the last place of each at most."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(case.rows, 2 * case.intermediate, generator=generator).mul_(5).to(dtype)
+    gate, value = x.chunk(2, 1)
+    torch.testing.assert_close(silu_mul(x), F.silu(gate) * value, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_extreme_gates():
+    """Gates far out give 0 or the gate itself, never NaN."""
+    assert silu_mul(torch.tensor([[-1e4, 1e4, 1.0, 1.0]])).tolist() == [[0.0, 1e4]]
