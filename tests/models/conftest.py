@@ -77,6 +77,7 @@ class Paged:
         batch = ForwardBatch(
             token_ids=torch.tensor([token for _, tokens in spans for token in tokens]).long(),
             positions=torch.tensor(positions).long(),
+            length=max(positions, default=-1) + 1,
             slots=torch.tensor(where).long(),
             num_decode=len(decodes),
             decode_pages=self._table(list(decodes)),

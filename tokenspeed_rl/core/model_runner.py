@@ -117,6 +117,7 @@ class ModelRunner:
         return ForwardBatch(
             token_ids=self._put(tokens),
             positions=self._put(positions),
+            length=int(positions.max()) + 1,
             slots=self._put(slots),
             num_decode=len(plan.decodes),
             decode_pages=self._table(plan.decodes, [r.computed + 1 for r in plan.decodes]),

@@ -119,6 +119,7 @@ def _one_prompt(ids: Sequence[int], pages: int, device: torch.device) -> Forward
     return ForwardBatch(
         token_ids=torch.tensor(list(ids), device=device),
         positions=places,
+        length=len(ids),
         slots=places,
         num_decode=0,
         decode_pages=torch.zeros(0, 0, dtype=torch.int32, device=device),

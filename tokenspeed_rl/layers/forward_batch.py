@@ -19,6 +19,8 @@ class ForwardBatch:
     """[T] int64."""
     positions: Tensor
     """[T] int64, absolute position of each token in its request."""
+    length: int
+    """All positions are below it."""
     slots: Tensor
     """[T] int64, page * page_size + offset; < 0: nothing is written."""
     num_decode: int

@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenspeed_rl.cache.kv_cache import KVCache, LooseKV
-from tokenspeed_rl.layers.attention import AttentionPlan, HeadNorms, attention
+from tokenspeed_rl.layers.attention import AttentionBackend, HeadNorms, attention
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
 from tokenspeed_rl.layers.lora import AdaptedRows, added_to
 from tokenspeed_rl.layers.mlp import mlp
 from tokenspeed_rl.layers.moe import experts, route
 from tokenspeed_rl.layers.projection import Parts, project
 from tokenspeed_rl.layers.rope import RopeTable
+from tokenspeed_rl.layers.torch_attention import TorchAttention
 from tokenspeed_rl.models.slots import layer_slot
 from tokenspeed_rl.models.spec import DecoderSpec
 from tokenspeed_rl_kernels import add_rms_norm, linear
@@ -67,8 +68,12 @@ class Decoder:
     Used by one thread, under ``torch.no_grad``.
     """
 
-    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Parts]) -> None:
+    def __init__(
+        self, spec: DecoderSpec, weights: Mapping[str, Parts], backend: AttentionBackend | None = None
+    ) -> None:
+        """`backend` attends; None: plain torch."""
         self.spec = spec
+        self._backend = backend or TorchAttention()
         self._weights = weights
         self._rope = RopeTable(spec.rope)
         self._layers = [
@@ -101,8 +106,8 @@ class Decoder:
         embedding = self._weights["embed"][0]
         if not len(batch.token_ids):
             return embedding.new_empty(0, spec.hidden_size)
-        plan = AttentionPlan(batch, kv.k[0], kv.v[0], set(spec.windows))
-        cos_sin = self._rope.cos_sin(int(batch.positions.max()) + 1, embedding.device)
+        plan = self._backend.plan(batch, kv.k[0], kv.v[0], set(spec.windows))
+        cos_sin = self._rope.cos_sin(batch.length, embedding.device)
         hidden = F.embedding(batch.token_ids, embedding)
         residual: Tensor | None = None
         for layer, names in enumerate(self._layers):
@@ -110,6 +115,7 @@ class Decoder:
             _note(streams, residual)
             x = attention(
                 project(x, self._weights[names.qkv], get(names.qkv_bias), added_to(names.qkv, batch.adapted)),
+                batch,
                 plan,
                 kv.k[layer],
                 kv.v[layer],
