@@ -1,6 +1,5 @@
 """Runs one plan: tensors in, a forward over the paged cache, draws out. Decides nothing about scheduling."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from tokenspeed_rl.cache.kv_cache import KVCache
 from tokenspeed_rl.core.batch import Chunk, StepPlan
+from tokenspeed_rl.core.prefix_groups import prefix_groups
 from tokenspeed_rl.core.reader import Rows, read
 from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.routing import count_experts, read_rows, rows_asked_for
@@ -145,21 +145,18 @@ class ModelRunner:
         )
 
     def _shared_prefixes(self, decodes: Sequence[Request]) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Groups of rows whose prompts' full pages are the very same pages."""
-        size = self.kv.page_size
-        full = [request.prompt_len // size for request in decodes]
-        keys = [r.pages[n - 1] if n else None for r, n in zip(decodes, full, strict=True)]
-        groups = [key for key, members in Counter(keys).items() if key is not None and members > 1]
+        """As `ForwardBatch.shared`."""
+        groups = prefix_groups(decodes, self.kv.page_size)
         if not groups:
             return None
-        number: dict[int | None, int] = {key: i for i, key in enumerate(groups)}
-        owner = {key: (request, n) for key, request, n in zip(keys, decodes, full, strict=True)}
-        members = [owner[key] for key in groups]
-        return (
-            self._table([request for request, _ in members], [n * size for _, n in members]),
-            self._ints(n * size for _, n in members),
-            self._ints(number.get(key, -1) for key in keys),
-        )
+        group_of_row = [-1] * len(decodes)
+        for number, group in enumerate(groups):
+            for row in group.rows:
+                group_of_row[row] = number
+        width = max(len(group.pages) for group in groups)
+        pages = np.array([g.pages + (0,) * (width - len(g.pages)) for g in groups], dtype=np.int32)
+        prefix_lens = self._ints(len(group.pages) * self.kv.page_size for group in groups)
+        return self._put(pages), prefix_lens, self._ints(group_of_row)
 
     def _prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> list[tuple[Request, list[float]]]:
         found = []
