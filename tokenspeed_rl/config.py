@@ -55,9 +55,11 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse the KV of finished requests for prompts that begin alike under the same weights."""
     attention_backend: str = "auto"
-    """"auto" or "torch"; in this version both are plain torch, on every device."""
+    """"torch": plain torch; "triton": kernels, on CUDA or where Triton interprets them; "auto": "triton" on
+    CUDA, else "torch"."""
     enable_cuda_graph: bool = True
-    """Capture decode steps where the device has a graph path; in this version none has: it does nothing."""
+    """Capture steps in which every request decodes as CUDA graphs; needs CUDA and the Triton backend, else it
+    does nothing."""
     deterministic: bool = False
     """Bitwise equal logprobs for every batch composition; only False in this version."""
     seed: int = 0
@@ -169,7 +171,7 @@ def _wrong_values(config: EngineConfig) -> list[tuple[str, str]]:
     one_of("deterministic", False, why=later)
     one_of("weights_backup", "none", "cpu")
     one_of("model_impl", "auto", why=later)
-    one_of("attention_backend", "auto", "torch")
+    one_of("attention_backend", "auto", "torch", "triton")
     one_of("dtype", "auto", "float32", "bfloat16", "float16")
     one_of("load_format", "auto", "safetensors", "dummy")
     one_of("log_level", *_LOG_LEVELS)

@@ -1,5 +1,6 @@
 """One engine's parts, put together: model, cache, scheduler, life cycle and the loop that owns them."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,6 +10,8 @@ from tokenspeed_rl.cache.kv_cache import KVCache, KVLayout
 from tokenspeed_rl.cache.page_pool import PagePool
 from tokenspeed_rl.cache.prefix_cache import PrefixCache
 from tokenspeed_rl.config import EngineConfig
+from tokenspeed_rl.core.capture import CallAgain, CudaCapture
+from tokenspeed_rl.core.decode_graphs import DecodeGraphs
 from tokenspeed_rl.core.engine_loop import EngineLoop
 from tokenspeed_rl.core.intake import Intake
 from tokenspeed_rl.core.kv_sizing import most_pages
@@ -23,6 +26,7 @@ from tokenspeed_rl.core.watching.expert_recorder import ExpertRecorder
 from tokenspeed_rl.core.watching.record_file import write_record
 from tokenspeed_rl.core.watching.watch import Watch
 from tokenspeed_rl.core.weight_sync import WeightSync
+from tokenspeed_rl.layers.triton_attention import TritonAttention
 from tokenspeed_rl.lifecycle.expert_distribution import ExpertDistribution
 from tokenspeed_rl.lifecycle.sessions import Sessions
 from tokenspeed_rl.memory.region import TAGS
@@ -67,7 +71,9 @@ class EngineCore:
         )
         self.kv = _kv_cache(self.source, config, self.context)
         version = store.version
-        runner = ModelRunner(self.source.decoder, self.kv, store.device, lambda: store.adapters)
+        graphs = _decode_graphs(self.source, self.kv, config, self.context, self.log)
+        self.graph_memory = GraphMemory(graphs)
+        runner = ModelRunner(self.source.decoder, self.kv, store.device, lambda: store.adapters, graphs)
         self.experts = _expert_distribution(self.source, config)
         self.loop = EngineLoop(
             self.scheduler,
@@ -92,7 +98,7 @@ class EngineCore:
             self.scheduler,
             self.cache,
             version,
-            {"weights": self.weights_memory, "kv_cache": self.kv_memory, "cuda_graph": GraphMemory()},
+            {"weights": self.weights_memory, "kv_cache": self.kv_memory, "cuda_graph": self.graph_memory},
             end_all=lambda: self.loop.end_all("the engine was paused"),
             fit=self._fit_requests,
             check_shared=self.source.check_shared,
@@ -177,6 +183,7 @@ class EngineCore:
             tag: {**usage._asdict(), "owner": "trainer" if tag == "weights" and shared else "engine"}
             for tag, usage in self.source.memory.usage().items()
         }
+        report["cuda_graph"]["mapped"] += self.graph_memory.nbytes  # it is torch's, and no region
         return {**report, "untagged": self.source.decoder.nbytes}
 
     def shutdown(self) -> None:
@@ -221,6 +228,26 @@ def _expert_distribution(source: ModelSource, config: EngineConfig) -> ExpertDis
         return ExpertDistribution((), 0, 0)
     write = None if folder is None else partial(write_record, folder, "expert_distribution")
     return ExpertDistribution(spec.layers, spec.count, spec.per_token, write)
+
+
+def _decode_graphs(
+    source: ModelSource, kv: KVCache, config: EngineConfig, context: int, log: logging.Logger
+) -> DecodeGraphs | None:
+    """What replays decode steps, where the device and the model allow it."""
+    spec, store = source.spec, source.store
+    triton = isinstance(source.decoder.backend, TritonAttention)
+    if not (config.enable_cuda_graph and triton and spec.head.generates and spec.experts is None):
+        return None
+    return DecodeGraphs(
+        source.decoder,
+        kv,
+        CudaCapture(store.device) if store.device.type == "cuda" else CallAgain(),
+        device=store.device,
+        max_rows=config.max_running_requests,
+        context=context,
+        bindings=lambda: store.bindings,
+        log=log,
+    )
 
 
 def _kv_cache(source: ModelSource, config: EngineConfig, context: int) -> KVCache:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenspeed_rl.cache.kv_cache import KVCache
 from tokenspeed_rl.core.batch import Chunk, StepPlan
+from tokenspeed_rl.core.decode_graphs import DecodeGraphs
 from tokenspeed_rl.core.prefix_groups import prefix_groups
 from tokenspeed_rl.core.reader import Rows, read
 from tokenspeed_rl.core.request import Request
@@ -49,8 +50,10 @@ class ModelRunner:
         kv: KVCache,
         device: torch.device,
         adapters: Callable[[], Mapping[str, Adapter]] = dict,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
-        """`adapters` has those that requests ask for, as of now."""
+        """`adapters` has those that requests ask for, as of now; `graphs` replays what steps it can."""
+        self._graphs = graphs
         self._adapters = adapters
         self.decoder = decoder
         self.kv = kv
@@ -60,6 +63,9 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """Compute the plan's tokens and draw for every request that is due one."""
+        graphs = None if self.counts_experts else self._graphs
+        if graphs is not None and graphs.takes(plan) and (samples := graphs.run(plan.decodes)) is not None:
+            return StepOutcome(list(zip(plan.decodes, samples, strict=True)), [], {}, [])
         spec, spans = self.decoder.spec, plan.spans
         asked = [] if spec.experts is None else rows_asked_for(spans)
         routes: list[Tensor] | None = [] if asked or self.counts_experts else None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from tokenspeed_rl.config import EngineConfig
+from tokenspeed_rl.core.backend import attention_backend
 from tokenspeed_rl.errors import ConfigError
 from tokenspeed_rl.layers.rope import inverse_frequencies
 from tokenspeed_rl.memory import Memory, memory_for
@@ -219,6 +220,7 @@ def _build(
             got=config.max_model_len,
             fix="Lower it, or leave it out.",
         )
+    backend = attention_backend(config.attention_backend, torch.device(device), spec.num_heads)
     store = WeightStore(
         slots(spec),
         dtype=dtype or resolve_dtype(config.dtype, hf_config),
@@ -232,7 +234,7 @@ def _build(
         spec=spec,
         store=store,
         memory=memory,
-        decoder=Decoder(spec, store.weights),
+        decoder=Decoder(spec, store.weights, backend),
         tokenizer=None,
         eos_ids=eos_ids,
     )

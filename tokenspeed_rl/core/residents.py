@@ -7,6 +7,7 @@ from collections.abc import Callable
 from tokenspeed_rl.cache.kv_cache import KVCache
 from tokenspeed_rl.cache.prefix_cache import PrefixCache
 from tokenspeed_rl.config import EngineConfig
+from tokenspeed_rl.core.decode_graphs import DecodeGraphs
 from tokenspeed_rl.core.kv_sizing import kv_size
 from tokenspeed_rl.core.model_source import ModelSource
 from tokenspeed_rl.memory.region import Backup, Memory
@@ -123,13 +124,24 @@ class KVMemory:
 
 
 class GraphMemory:
-    """What captured graphs hold: nothing yet, on any device, but the tag has its state like the others."""
+    """What captured steps hold; after a wake they are captured anew as they are needed."""
+
+    def __init__(self, graphs: DecodeGraphs | None) -> None:
+        """`graphs`: None where nothing is captured; the tag has its state all the same."""
+        self._graphs = graphs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return 0 if self._graphs is None else self._graphs.nbytes
 
     def release(self) -> None:
-        """Nothing to give."""
+        """All of it."""
+        if self._graphs is not None:
+            self._graphs.release()
 
     def map(self) -> None:
-        """Nothing to take."""
+        """Nothing is taken before it is needed."""
 
     def undo_map(self) -> None:
         """Nothing was taken."""

@@ -70,7 +70,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
 
 def adjust(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """Penalties, bias and bans applied to the rows that have any; the same tensor if none has."""
-    rows = [row for row, request in enumerate(requests) if _needs_adjusting(request)]
+    rows = [row for row, request in enumerate(requests) if is_adjusted(request)]
     if not rows:
         return logits
     logits = logits.clone()
@@ -79,7 +79,8 @@ def adjust(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     return logits
 
 
-def _needs_adjusting(request: Request) -> bool:
+def is_adjusted(request: Request) -> bool:
+    """Whether penalties, bias or bans change the request's logits at its next draw."""
     p = request.params
     penalised = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
     return penalised or bool(p.logit_bias) or request.output_len < p.min_new_tokens

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tokenspeed_rl.layers.lora import AdaptedRows
+from tokenspeed_rl_kernels.step_decode import StepDecode
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,5 +38,7 @@ class ForwardBatch:
     """[R + 1] int32, offsets into the prefill tokens (starts at 0)."""
     prefill_lens: Tensor
     """[R] int32, context length including this chunk."""
+    decode: StepDecode | None = None
+    """Of the decode rows, where it is kept from step to step; None: made by whatever needs it."""
     adapted: tuple[AdaptedRows, ...] = ()
     """The rows that adapters are for, by adapter."""

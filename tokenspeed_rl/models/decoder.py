@@ -73,7 +73,7 @@ class Decoder:
     ) -> None:
         """`backend` attends; None: plain torch."""
         self.spec = spec
-        self._backend = backend or TorchAttention()
+        self.backend = backend or TorchAttention()
         self._weights = weights
         self._rope = RopeTable(spec.rope)
         self._layers = [
@@ -106,7 +106,7 @@ class Decoder:
         embedding = self._weights["embed"][0]
         if not len(batch.token_ids):
             return embedding.new_empty(0, spec.hidden_size)
-        plan = self._backend.plan(batch, kv.k[0], kv.v[0], set(spec.windows))
+        plan = self.backend.plan(batch, kv.k[0], kv.v[0], set(spec.windows))
         cos_sin = self._rope.cos_sin(batch.length, embedding.device)
         hidden = F.embedding(batch.token_ids, embedding)
         residual: Tensor | None = None
@@ -156,6 +156,10 @@ class Decoder:
             routes.append(chosen.experts)
         gate_up, down = self._one(names.experts_gate_up), self._one(names.experts_down)
         return experts(x, chosen, gate_up, down, spec.activation)
+
+    def angles(self, length: int) -> Tensor:
+        """The rotary angles' table for positions below ``length``: another object once others hold."""
+        return self._rope.cos_sin(length, self.device)
 
     @property
     def nbytes(self) -> int:

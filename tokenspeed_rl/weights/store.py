@@ -54,6 +54,8 @@ class WeightStore:
         self.guard: Callable[[Callable[[], str | None]], str | None] = _at_once
         """Through it a receipt's checksum reads the weights, which may sleep or be half written by then."""
         self.region_bytes = 0
+        self.bindings = 0
+        """How often slots were bound to other memory: whoever keeps their addresses looks here."""
         self._reserve = reserve
         self._changes = 0  # odd while an update is writing
 
@@ -80,6 +82,7 @@ class WeightStore:
                 raw[skip + start : skip + start + size].view(self.dtype).view(slot.shape),
             )
         self.owned = True
+        self.bindings += 1
 
     def borrow(
         self, tensors: Mapping[str, tuple[Tensor, ...]], adapters: Mapping[str, Adapter] | None = None
@@ -89,6 +92,7 @@ class WeightStore:
         self.weights.update(tensors)
         self.adapters = adapters or {}
         self.owned = False
+        self.bindings += 1
         self._let_go()
 
     def close(self) -> None:

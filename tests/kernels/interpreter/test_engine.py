@@ -1,0 +1,195 @@
+"""An engine with the Triton backend, its kernels interpreted, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tokenspeed_rl import Engine
+from tokenspeed_rl.core.decode_graphs import DecodeGraphs
+
+Make = Callable[..., Engine]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "moe", "mixtral")
+BOUND = 1e-4
+
+
+@pytest.fixture
+def triton_engine(make_engine: Make) -> Make:
+    """`make_engine` with the backend under test, and few rows."""
+
+    def make(model: Any, **options: Any) -> Engine:
+        few = {"attention_backend": "triton", "max_running_requests": 8, "max_model_len": 256}
+        return make_engine(model, **{**few, **options})
+
+    return make
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many requests each replayed step decoded."""
+    seen: list[int] = []
+    run = DecodeGraphs.run
+
+    def counted(self: DecodeGraphs, requests: Any) -> Any:
+        seen.append(len(requests))
+        return run(self, requests)
+
+    monkeypatch.setattr(DecodeGraphs, "run", counted)
+    return seen
+
+
+def check(
+    tiny: Any, model: Any, prompts: list[list[int]], results: list[dict[str, Any]], heat: float
+) -> None:
+    for prompt, result in zip(prompts, results, strict=True):
+        assert tiny.gap(model, prompt, result, heat) < BOUND
+        if heat == 0:
+            logits = tiny.logits(model, [*prompt, *result["output_ids"]])[len(prompt) - 1 : -1]
+            assert logits.argmax(-1).tolist() == result["output_ids"]
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "anew"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(tiny: Any, triton_engine: Make, replays: list[int], family: str, graphs: bool) -> None:
+    """F12: greedy ids and sampled logprobs are those of a full recompute, whether decode steps are replayed
+    or launched one by one; a model with experts is never captured."""
+    model = tiny.model(family)
+    engine = triton_engine(model, enable_cuda_graph=graphs)
+    prompts = [tiny.prompt(length, seed=length) for length in (1, 17)]
+    for heat, n in ((0.0, 1), (1.0, 2)):
+        params = {"temperature": heat, "n": n, "max_new_tokens": 6}
+        results = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
+        check(tiny, model, [prompt for prompt in prompts for _ in range(n)], results, heat)
+    assert bool(replays) == (graphs and family not in ("moe", "mixtral"))
+
+
+def test_draws_are_the_torch_backends(tiny: Any, triton_engine: Make, make_engine: Make) -> None:
+    """The same seeds draw the same tokens on both backends, also through top-k, top-p and min-p."""
+    model = tiny.model()
+    prompts = [tiny.prompt(length, seed=length) for length in (3, 9, 20)]
+    params = [
+        {"seed": 1, "max_new_tokens": 8, "top_k": 9},
+        {"seed": 2, "max_new_tokens": 8, "top_p": 0.8, "temperature": 1.4},
+        {"seed": 3, "max_new_tokens": 8, "min_p": 0.05, "temperature": 0.7},
+    ]
+    kinds = ["raw", "sampling", "processed"]
+    asked = {"input_ids": prompts, "sampling_params": params, "return_logprob": True, "logprob_kinds": kinds}
+    ours = triton_engine(model).generate(**asked)
+    torchs = make_engine(model, attention_backend="torch").generate(**asked)
+    for one, other in zip(ours, torchs, strict=True):
+        assert one["output_ids"] == other["output_ids"]
+        for kind in ("", "_raw", "_processed"):
+            found, wanted = (
+                [value for value, _, _ in o["meta_info"][f"output_token_logprobs{kind}"]]
+                for o in (one, other)
+            )
+            assert found == pytest.approx(wanted, abs=BOUND)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_samples_that_share_a_long_prompt(
+    tiny: Any, triton_engine: Make, replays: list[int], caching: bool
+) -> None:
+    """F4: a prompt of more than a split is read together by its samples, with equal results."""
+    model = tiny.model("qwen2", max_position_embeddings=512)
+    engine = triton_engine(model, max_model_len=512, enable_prefix_caching=caching, chunked_prefill_size=100)
+    prompt = tiny.prompt(300, seed=1)
+    params = {"n": 5, "max_new_tokens": 4}
+    results = engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+    check(tiny, model, [prompt] * 5, results, 1.0)
+    assert max(replays) == 5
+
+
+def test_retraction(tiny: Any, triton_engine: Make, replays: list[int]) -> None:
+    """C3: requests that lose their pages and come back, to other rows and pages, lose nothing."""
+    model = tiny.model()
+    engine = triton_engine(model, max_total_tokens=96, page_size=4)
+    prompts = [tiny.prompt(6, seed=seed) for seed in range(5)]
+    results = engine.generate(
+        input_ids=prompts, sampling_params={"max_new_tokens": 30, "temperature": 0}, return_logprob=True
+    )
+    check(tiny, model, prompts, results, 0.0)
+    assert tiny.state(engine)["num_retractions"] > 0 and len(replays) > 20
+
+
+def test_sleep_and_updates_between_replays(tiny: Any, triton_engine: Make, replays: list[int]) -> None:
+    """A11: captured steps serve the weights and pages of now: after an optimizer's step, a sleep of each
+    tag, and another module's weights."""
+    model = tiny.model()
+    engine = triton_engine(model)
+    prompt = tiny.prompt(9)
+
+    def generate() -> None:
+        before = len(replays)
+        result = engine.generate(input_ids=prompt, sampling_params={"max_new_tokens": 4}, return_logprob=True)
+        check(tiny, model, [prompt], [result], 1.0)
+        assert len(replays) > before
+
+    generate()
+    held = engine.memory_report()["cuda_graph"]["mapped"]
+    assert held > 0
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+        model.model.layers[0].mlp.down_proj.weight.mul_(2)
+    engine.weights_changed()
+    generate()
+    for tags in ("kv_cache", "weights", "cuda_graph", None):
+        engine.release_memory_occupation(tags)
+        if tags == "cuda_graph":
+            assert engine.memory_report()["cuda_graph"]["mapped"] == 0
+        engine.resume_memory_occupation(tags)
+        generate()
+    model = tiny.model(seed=5)
+    engine.share_weights(model)
+    generate()
+    assert engine.memory_report()["cuda_graph"]["mapped"] == held
+
+
+def test_own_weights_updated_in_place(tiny: Any, triton_engine: Make, tmp_path: Any) -> None:
+    """A11, D1: a captured step computes with the weights that an update wrote."""
+    first, second = tiny.model(seed=1), tiny.model(seed=2)
+    first.save_pretrained(tmp_path)
+    engine = triton_engine(tmp_path)
+    prompt, params = tiny.prompt(7), {"max_new_tokens": 5}
+    for model in (first, second):
+        if model is second:
+            engine.update_weights_from_tensor(dict(model.named_parameters()))
+        result = engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+        check(tiny, model, [prompt], [result], 1.0)
+
+
+def test_extras_are_computed_all_the_same(tiny: Any, triton_engine: Make, replays: list[int]) -> None:
+    """A request with a penalty, a bias or top logprobs goes a longer way, and so do those beside it."""
+    model = tiny.model()
+    engine = triton_engine(model)
+    params = [
+        {"max_new_tokens": 6, "temperature": 0, "repetition_penalty": 1.3},
+        {"max_new_tokens": 6, "temperature": 0},
+    ]
+    prompts = [tiny.prompt(5), tiny.prompt(8)]
+    results = engine.generate(
+        input_ids=prompts, sampling_params=params, return_logprob=True, top_logprobs_num=[2, 0]
+    )
+    assert not replays
+    check(tiny, model, prompts[1:], results[1:], 0.0)
+    assert tiny.gap(model, prompts[0], results[0], 0.0) < BOUND
+
+
+def test_not_finite_logits_end_their_request_alone(
+    tiny: Any, triton_engine: Make, replays: list[int]
+) -> None:
+    """F7: a request whose logits are not finite ends with a reason; its row serves the next one."""
+    model = tiny.successor()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[99] = torch.nan
+    engine = triton_engine(model)
+    params = {"max_new_tokens": 8, "temperature": 0}
+    broken, fine = engine.generate(input_ids=[[95], [10]], sampling_params=params)
+    assert broken["output_ids"] == [96, 97, 98, 99]
+    assert broken["meta_info"]["finish_reason"]["type"] == "abort"
+    assert fine["output_ids"] == list(range(11, 19))
+    again = engine.generate(input_ids=[[20], [30]], sampling_params=params)
+    assert [result["output_ids"][0] for result in again] == [21, 31] and replays

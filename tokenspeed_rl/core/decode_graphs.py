@@ -1,0 +1,138 @@
+"""Steps in which every row decodes, captured once per number of rows and replayed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tokenspeed_rl.cache.kv_cache import KVCache
+from tokenspeed_rl.core.batch import StepPlan
+from tokenspeed_rl.core.capture import Capture
+from tokenspeed_rl.core.decode_rows import DecodeRows, bucket_for
+from tokenspeed_rl.core.decode_step import KINDS, DecodeStep
+from tokenspeed_rl.core.request import Request
+from tokenspeed_rl.core.sampler import NOT_FINITE, Sample, is_adjusted
+from tokenspeed_rl.models import Decoder
+from tokenspeed_rl_kernels.step_decode import rows_per_read
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """What captured steps have the addresses of."""
+
+    bindings: int
+    """Of the weights, see `WeightStore.bindings`."""
+    keys: int
+    """Address of the first layer's keys."""
+    angles: Tensor
+
+    def still(self, other: _Bound) -> bool:
+        return (self.bindings, self.keys) == (other.bindings, other.keys) and self.angles is other.angles
+
+
+class DecodeGraphs:
+    """Replays decode steps of one model. The loop's thread owns it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        capture: Capture,
+        *,
+        device: torch.device,
+        max_rows: int,
+        context: int,
+        bindings: Callable[[], int],
+        log: logging.Logger,
+    ) -> None:
+        """`context` is the most tokens of a request; `bindings` counts how often the weights have moved."""
+        self._decoder = decoder
+        self._kv = kv
+        self._capture = capture
+        self._device = device
+        self._max_rows = max_rows
+        self._context = context
+        self._bindings = bindings
+        self._log = log
+        self._bound: _Bound | None = None
+        self._steps: dict[int, tuple[DecodeStep, Callable[[], None]]] = {}
+        self._rows: DecodeRows | None = None
+        self._failed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of inputs, scratch and captured work."""
+        rows = 0 if self._rows is None else self._rows.nbytes
+        return rows + self._capture.nbytes
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether the plan's step is one that can be replayed."""
+        if self._failed or plan.chunks or not plan.decodes or len(plan.decodes) > self._max_rows:
+            return False
+        return all(map(_is_plain, plan.decodes))
+
+    def run(self, requests: Sequence[Request]) -> list[Sample] | None:
+        """Compute the next token of each; None: this can't be captured, and nothing was changed."""
+        bucket = bucket_for(len(requests), self._max_rows)
+        found = self._step(bucket)
+        if found is None or self._rows is None:
+            return None
+        step, replay = found
+        rows = self._rows.place(requests, bucket)
+        replay()
+        drawn, logprobs = step.tokens.tolist(), step.logprobs.tolist()
+        self._rows.advanced(rows, [drawn[row] for row in rows])
+        return [
+            _sample(request, drawn[row], [kind[row] for kind in logprobs])
+            for request, row in zip(requests, rows, strict=True)
+        ]
+
+    def release(self) -> None:
+        """Give up all that was captured, with its inputs: it is made anew when it is needed."""
+        self._steps, self._rows, self._bound = {}, None, None
+        self._capture.close()
+
+    def _step(self, bucket: int) -> tuple[DecodeStep, Callable[[], None]] | None:
+        angles = self._decoder.angles(self._context)
+        now = _Bound(self._bindings(), self._kv.k[0].data_ptr(), angles)
+        if self._bound is None or not self._bound.still(now):
+            self.release()
+            self._bound = now
+        if bucket not in self._steps:
+            try:
+                self._steps[bucket] = self._captured(bucket)
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                self._failed = True
+                self.release()
+                self._log.warning("decode steps are not captured, and run as others do: %s", error)
+                return None
+        return self._steps[bucket]
+
+    def _captured(self, bucket: int) -> tuple[DecodeStep, Callable[[], None]]:
+        size = self._kv.page_size
+        if self._rows is None:
+            pages = min(-(-self._context // size), self._kv.max_pages)
+            together = rows_per_read(self._decoder.spec.num_heads, (self._kv.k[0], self._kv.v[0]))
+            self._rows = DecodeRows(self._max_rows, pages, size, self._device, rows_per_read=together)
+        self._rows.clear()  # what is run to capture it changes no one's
+        step = DecodeStep(self._decoder, self._kv, self._rows, bucket, self._context)
+        return step, self._capture(step)
+
+
+def _is_plain(request: Request) -> bool:
+    """Whether a captured step knows all that the request needs: no adapter, no penalty, bias or ban, nothing
+    but tokens and their logprobs."""
+    wants = request.wants
+    extras = wants.top or wants.token_ids or wants.sampling_mask or wants.hidden_states
+    return not (extras or request.lora or request.spared or is_adjusted(request))
+
+
+def _sample(request: Request, token: int, logprobs: Sequence[float]) -> Sample:
+    if token < 0:
+        return Sample(-1, NOT_FINITE)
+    wants, known = request.wants, dict(zip(KINDS, logprobs, strict=True))
+    return Sample(token, logprobs={kind: known[kind] for kind in wants.kinds} if wants.logprob else {})
