@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tokenspeed_rl_kernels.attention_options import AttentionOptions
+from tokenspeed_rl_kernels.attention_options import AttentionOptions, Shared
 
 
 def misfit(what: str, got: object, fix: str) -> ValueError:
@@ -47,6 +47,18 @@ def check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor,
     for name, index in (("page_table", page_table), ("seq_lens", seq_lens)):
         if index.dtype not in (torch.int32, torch.int64):
             raise misfit(f"{name} has the wrong dtype", index.dtype, "pass int32")
+
+
+def check_shared(shared: Shared, batch: int) -> None:
+    """Check the shapes of groups of rows that share prefixes.
+
+    Raises:
+        ValueError: they don't fit each other or the batch.
+    """
+    pages, prefix_lens, group_of_row = shared
+    if pages.ndim != 2 or prefix_lens.shape != pages.shape[:1] or group_of_row.shape != (batch,):
+        got = shapes(prefix_pages=pages, prefix_lens=prefix_lens, group_of_row=group_of_row)
+        raise misfit("shared misshapen", got, "pass prefix_pages [G, m], prefix_lens [G], group_of_row [B]")
 
 
 def check_lens(lens: list[int], least: list[int], page_size: int, columns: int) -> None:

@@ -5,7 +5,8 @@
 with G = Hq / Hkv and, in this order, ``softcap``: s -> softcap * tanh(s / softcap); ``window``: only the last
 ``window`` tokens; ``sinks``: one more logit per head that takes probability and gives no value (gpt-oss).
 
-A prefix that rows share is read once for all of them.
+A prefix that rows share is read once for all of them; on a GPU, for as many as fill a tile, in whole splits
+of 256 tokens, which changes no bit of the result.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tokenspeed_rl_kernels.attention_options import AttentionOptions, Shared
-from tokenspeed_rl_kernels.checks import check_options, check_paged
+from tokenspeed_rl_kernels.checks import check_options, check_paged, check_shared
 from tokenspeed_rl_kernels.cpu.paged_decode import decode_with, plan_decode
+from tokenspeed_rl_kernels.registry import op, runs_triton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,55 @@ CASES = (
 )
 
 
+def _fake(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    prefix_pages: Tensor | None,
+    prefix_lens: Tensor | None,
+    group_of_row: Tensor | None,
+) -> Tensor:
+    return q.new_empty(*q.shape[:2], v_cache.shape[3])
+
+
+@op(_fake)
+def _paged_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    prefix_pages: Tensor | None,
+    prefix_lens: Tensor | None,
+    group_of_row: Tensor | None,
+) -> Tensor:
+    check_paged(q, k_cache, v_cache, page_table, seq_lens)
+    options = AttentionOptions(scale=scale, window=window, softcap=softcap, sinks=sinks)
+    check_options(options, q.shape[1])
+    shared = None
+    if prefix_pages is not None and prefix_lens is not None and group_of_row is not None:
+        shared = prefix_pages, prefix_lens, group_of_row
+        check_shared(shared, len(q))
+    if runs_triton(q):
+        from tokenspeed_rl_kernels.gpu import paged_decode as gpu
+
+        return gpu.launch(q, k_cache, v_cache, page_table, seq_lens, shared, options)
+    plan = plan_decode(k_cache, v_cache, page_table, seq_lens, window=window, shared=shared)
+    return decode_with(plan, q, k_cache, v_cache, options)
+
+
 def paged_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -89,19 +140,30 @@ def paged_decode(
         shared: (prefix_pages [G, m], prefix_lens [G], group_of_row [B], -1: none), int32. The first
             ``prefix_lens[g]`` tokens, whole pages, of each row of group g lie in ``prefix_pages[g]``, which
             are read once for all of them. ``page_table`` and ``seq_lens`` describe whole contexts all the
-            same: the result is that of ``shared=None``.
+            same: the result is that of ``shared=None``. On a GPU these pages are found in ``page_table``.
 
     Returns:
         [B, Hq, Dv] of q's dtype; scores, probabilities and sums are float32.
 
     Raises:
-        ValueError: shapes, dtypes, lengths or groups don't fit.
+        ValueError: shapes or dtypes don't fit; on a CPU also: lengths or groups don't. A GPU would have to be
+            waited for to know them: they are trusted there.
     """
-    check_paged(q, k_cache, v_cache, page_table, seq_lens)
-    options = AttentionOptions(scale=scale, window=window, softcap=softcap, sinks=sinks)
-    check_options(options, q.shape[1])
-    plan = plan_decode(k_cache, v_cache, page_table, seq_lens, window=window, shared=shared)
-    return decode_with(plan, q, k_cache, v_cache, options)
+    prefix_pages, prefix_lens, group_of_row = shared or (None, None, None)
+    return _paged_decode(
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        prefix_pages=prefix_pages,
+        prefix_lens=prefix_lens,
+        group_of_row=group_of_row,
+    )
 
 
 def reference(

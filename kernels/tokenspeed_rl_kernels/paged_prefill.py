@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tokenspeed_rl_kernels.attention_options import AttentionOptions
-from tokenspeed_rl_kernels.checks import check_options, check_paged
+from tokenspeed_rl_kernels.checks import check_options, check_paged, misfit, shapes
 from tokenspeed_rl_kernels.cpu.paged_prefill import plan_prefill, prefill_with
+from tokenspeed_rl_kernels.registry import op, runs_triton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,23 @@ CASES = (
 )
 
 
+def _fake(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    return q.new_empty(*q.shape[:2], v_cache.shape[3])
+
+
+@op(_fake)
 def paged_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -84,11 +102,19 @@ def paged_prefill(
         [T, Hq, Dv] of q's dtype; scores, probabilities and sums are float32.
 
     Raises:
-        ValueError: shapes, dtypes or lengths don't fit.
+        ValueError: shapes or dtypes don't fit; on a CPU also: lengths or starts don't. A GPU would have to be
+            waited for to know them: they are trusted there.
     """
     check_paged(q, k_cache, v_cache, page_table, seq_lens)
     options = AttentionOptions(scale=scale, window=window, softcap=softcap, sinks=sinks)
     check_options(options, q.shape[1])
+    if query_start.shape != (len(seq_lens) + 1,):
+        got = shapes(query_start=query_start, seq_lens=seq_lens)
+        raise misfit("query_start misshapen", got, "pass query_start [B + 1]")
+    if runs_triton(q):
+        from tokenspeed_rl_kernels.gpu import paged_prefill as gpu
+
+        return gpu.launch(q, k_cache, v_cache, page_table, query_start, seq_lens, options)
     plan = plan_prefill(k_cache, page_table, query_start, seq_lens)
     return prefill_with(plan, q, k_cache, v_cache, options)
 

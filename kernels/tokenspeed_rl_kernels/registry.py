@@ -23,7 +23,7 @@ def runs_triton(tensor: Tensor) -> bool:
 
 
 def op(fake: Callable[P, R], *, mutates: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register a function as ``torch.ops.tokenspeed_rl.<name>``, for every device.
+    """Register a function as ``torch.ops.tokenspeed_rl.<name without leading underscore>``, for every device.
 
     `torch.library.custom_op` does the same and costs 12 us a call, this 2. There is no derivative.
 
@@ -33,7 +33,7 @@ def op(fake: Callable[P, R], *, mutates: tuple[str, ...] = ()) -> Callable[[Call
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
-        name = function.__name__
+        name = function.__name__.lstrip("_")
         _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates))
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"tokenspeed_rl::{name}", fake, lib=_LIBRARY)

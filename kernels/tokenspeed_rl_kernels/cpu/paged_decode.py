@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_rl_kernels.attention_options import AttentionOptions, Shared
-from tokenspeed_rl_kernels.checks import check_lens, misfit, shapes
+from tokenspeed_rl_kernels.checks import check_lens, check_shared, misfit
 from tokenspeed_rl_kernels.cpu.page_reads import Reads, Scratch, attend, plan_reads
 
 LEAST_SPARED_BYTES = 2 << 20
@@ -55,7 +55,7 @@ def plan_decode(
     firsts = [0 if window is None else max(0, length - window) for length in lens]
     groups = None
     if shared is not None:
-        group_of_row, prefixes = _check_shared(shared, lens, size)
+        group_of_row, prefixes = _check_groups(shared, lens, size)
         token_bytes = k_cache.element_size() * k_cache.shape[1] * (k_cache.shape[3] + v_cache.shape[3])
         spared = sum(prefixes[group] for group in group_of_row if group >= 0) - sum(prefixes)
         # A window reads few tokens of a row, and not the prefix's first: each row reads its own.
@@ -133,12 +133,10 @@ def _plan_groups(
     )
 
 
-def _check_shared(shared: Shared, lens: list[int], page_size: int) -> tuple[list[int], list[int]]:
+def _check_groups(shared: Shared, lens: list[int], page_size: int) -> tuple[list[int], list[int]]:
     """The group of each row and the prefix length of each group, checked."""
     pages, prefix_lens, group_of_row = shared
-    if pages.ndim != 2 or prefix_lens.shape != pages.shape[:1] or group_of_row.shape != (len(lens),):
-        got = shapes(prefix_pages=pages, prefix_lens=prefix_lens, group_of_row=group_of_row)
-        raise misfit("shared misshapen", got, "pass prefix_pages [G, m], prefix_lens [G], group_of_row [B]")
+    check_shared(shared, len(lens))
     groups, prefixes = group_of_row.tolist(), prefix_lens.tolist()
     for group, length in enumerate(prefixes):
         if length % page_size or not 0 < length <= pages.shape[1] * page_size:

@@ -1,0 +1,275 @@
+"""`paged_decode`: splits of contexts, then their merge. See `attention_tile` for what is exact.
+
+A program of the first kernel takes items of a worklist: one split, for a few rows that share it or for one.
+It leaves a state per row, head and split; a program of the second merges those of a row and head. Whether a
+split was shared can't be told from its states.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tokenspeed_rl_kernels.attention_options import AttentionOptions, Shared
+from tokenspeed_rl_kernels.decode_work import DecodeWork, Sharing, max_splits
+from tokenspeed_rl_kernels.gpu import step_metadata
+from tokenspeed_rl_kernels.gpu.attention_shape import SHAPES, AttentionShape, factors, spec, window_of
+from tokenspeed_rl_kernels.gpu.attention_tile import (
+    attend_split,
+    finish,
+    load_rows,
+    merge,
+    span_of,
+    store_rows,
+)
+from tokenspeed_rl_kernels.gpu.kernel import Build
+from tokenspeed_rl_kernels.registry import INTERPRETED
+
+PROGRAMS = 4 if INTERPRETED else 16 * 132
+"""At most, for the worklist: several times what an H200 runs at once, so that none is left waiting long."""
+
+
+@triton.jit
+def splits_kernel(
+    q,
+    k_cache,
+    v_cache,
+    page_table,
+    seq_lens,
+    order,
+    items,
+    num_items,
+    tops,
+    masses,
+    accs,
+    table_stride,
+    max_splits,
+    window,
+    factor,
+    cap,
+    CAPPED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Grid (programs, key-value heads, head blocks)."""
+    kv_head = tl.program_id(1)
+    lane = tl.arange(0, QUERIES)
+    head = tl.program_id(2) * HEADS + lane % HEADS
+    for at in range(tl.program_id(0), tl.load(num_items), tl.num_programs(0)):
+        place, count, split = (
+            tl.load(items + at * 3),
+            tl.load(items + at * 3 + 1),
+            tl.load(items + at * 3 + 2),
+        )
+        inside = (lane // HEADS < count) & (head < GROUP)
+        row = tl.load(order + place + lane // HEADS, inside, 0).to(tl.int64)
+        stop = tl.load(seq_lens + row, inside, 0)
+        first, last = span_of(stop, window)
+        first, last = tl.maximum(first, split * SPLIT), tl.minimum(last, split * SPLIT + SPLIT)
+        if first < last:
+            query = (row * KV_HEADS + kv_head) * GROUP + head
+            pages = page_table + tl.load(order + place).to(tl.int64) * table_stride
+            top, mass, acc = attend_split(
+                load_rows(q, query, inside, DIM, PADDED),
+                stop,
+                first,
+                last,
+                pages,
+                k_cache,
+                v_cache,
+                kv_head,
+                window,
+                factor,
+                cap,
+                CAPPED,
+                KV_HEADS,
+                PAGE,
+                DIM,
+                VALUE_DIM,
+                PADDED,
+                VALUE_PADDED,
+                QUERIES,
+                KEYS,
+            )
+            state = query * max_splits + split
+            tl.store(tops + state, top, inside)
+            tl.store(masses + state, mass, inside)
+            store_rows(accs, state, inside, acc, VALUE_DIM, VALUE_PADDED)
+
+
+@triton.jit
+def merge_kernel(
+    tops,
+    masses,
+    accs,
+    seq_lens,
+    sinks,
+    out,
+    max_splits,
+    window,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Grid (B, Hq)."""
+    one = tl.zeros([1], tl.int32)
+    head = one + tl.program_id(1)
+    query = (one.to(tl.int64) + tl.program_id(0)) * tl.num_programs(1) + head
+    first, last = span_of(tl.load(seq_lens + tl.program_id(0)) + one, window)
+    top = tl.full([1], float("-inf"), tl.float32)
+    mass = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, VALUE_PADDED], tl.float32)
+    for start in range(first // SPLIT, tl.cdiv(last, SPLIT), 8):
+        for step in tl.static_range(8):  # so that loads don't wait for each other
+            split = start + step + one
+            inside = split * SPLIT < last
+            state = query * max_splits + split
+            top_next = tl.load(tops + state, inside, float("-inf"))
+            mass_next = tl.load(masses + state, inside, 0.0)
+            acc_next = load_rows(accs, state, inside, VALUE_DIM, VALUE_PADDED)
+            top, mass, acc = merge(top, mass, acc, top_next, mass_next, acc_next)
+    inside = one == 0
+    acc = finish(top, mass, acc, sinks, head, inside, SINKS)
+    store_rows(out, query, inside, acc, VALUE_DIM, VALUE_PADDED)
+
+
+class DecodeScratch(NamedTuple):
+    """Where states lie between the two kernels; any layer's, one after another."""
+
+    tops: Tensor
+    """[B, Hq, splits] float32."""
+    masses: Tensor
+    """[B, Hq, splits] float32."""
+    accs: Tensor
+    """[B, Hq, splits, Dv] float32."""
+
+    @classmethod
+    def empty(
+        cls, batch: int, heads: int, max_splits: int, value_dim: int, device: torch.device | str
+    ) -> "DecodeScratch":
+        """Room for so many rows at most, whose contexts have at most so many splits."""
+        shape = batch, heads, max_splits
+        tops, masses = torch.empty(2, *shape, dtype=torch.float32, device=device)
+        return cls(tops, masses, torch.empty(*shape, value_dim, dtype=torch.float32, device=device))
+
+
+def builds(shape: AttentionShape) -> tuple[Build, Build]:
+    """How both kernels are compiled."""
+    constants = shape.constants()
+    merged = {name: constants[name] for name in ("VALUE_DIM", "VALUE_PADDED", "SPLIT")}
+    return (
+        Build(constants=constants, fp_fusion=False),
+        Build(
+            constants={**merged, "SINKS": shape.sinks, "UNROLL": 8},
+            num_warps=1,
+            num_stages=1,
+            fp_fusion=False,
+        ),
+    )
+
+
+def work_for(
+    page_table: Tensor, seq_lens: Tensor, shared: Shared | None, shape: AttentionShape
+) -> DecodeWork:
+    """The work of one step, found on the device."""
+    batch, columns = page_table.shape
+    alone = (
+        Sharing.none(batch, page_table.device) if shared is None else Sharing.of(shared, shape.tile_tokens)
+    )
+    work = DecodeWork.empty(alone, max_splits(columns, shape.page_size))
+    unused = seq_lens.new_empty(2, batch, dtype=torch.int64)
+    step_metadata.launch(
+        seq_lens, page_table, work, unused[0], unused[1], page_size=shape.page_size, advance=False
+    )
+    return work
+
+
+def decode_with(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    work: DecodeWork,
+    scratch: DecodeScratch,
+    options: AttentionOptions,
+) -> Tensor:
+    """`paged_decode`, for checked arguments and work that fits them; the scratch may be larger than needed."""
+    shape = AttentionShape.of(q, k_cache, v_cache, options)
+    splits, merged = builds(shape)
+    window = window_of(options)
+    q, splits_held = q.contiguous(), scratch.tops.shape[2]
+    splits.run(
+        splits_kernel,
+        (min(PROGRAMS, len(work.items)), shape.kv_heads, shape.head_blocks),
+        q,
+        k_cache,
+        v_cache,
+        page_table,
+        seq_lens,
+        work.sharing.order,
+        work.items,
+        work.num_items,
+        *scratch,
+        page_table.stride(0),
+        splits_held,
+        window,
+        *factors(options, shape.dim),
+    )
+    out = q.new_empty(*q.shape[:2], shape.value_dim)
+    sinks = out if options.sinks is None else options.sinks
+    merged.run(merge_kernel, out.shape[:2], *scratch, seq_lens, sinks, out, splits_held, window)
+    return out
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    seq_lens: Tensor,
+    shared: Shared | None,
+    options: AttentionOptions,
+) -> Tensor:
+    """The op, for checked arguments."""
+    shape = AttentionShape.of(q, k_cache, v_cache, options)
+    page_table = page_table.contiguous()
+    work = work_for(page_table, seq_lens, shared, shape)
+    held = max_splits(page_table.shape[1], shape.page_size)
+    scratch = DecodeScratch.empty(len(q), shape.heads, held, shape.value_dim, q.device)
+    return decode_with(q, k_cache, v_cache, page_table, seq_lens, work, scratch, options)
+
+
+SPECS = tuple(
+    found
+    for name, shape in SHAPES.items()
+    for found in (
+        spec(
+            f"paged_decode splits, {name}",
+            splits_kernel,
+            builds(shape)[0],
+            shape,
+            "q k_cache v_cache page_table seq_lens order items num_items tops masses accs table_stride"
+            " max_splits window factor cap",
+        ),
+        spec(
+            f"paged_decode merge, {name}",
+            merge_kernel,
+            builds(shape)[1],
+            shape,
+            "tops masses accs seq_lens sinks out max_splits window",
+        ),
+    )
+)
