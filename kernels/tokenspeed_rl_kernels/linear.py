@@ -6,6 +6,8 @@ the same takes 0.5 to 0.85 of the time on SmolLM2's shapes. At other row counts 
 In invariant mode rows are taken in blocks of a fixed size, the last one padded: then a row meets the same
 code whatever rows stand beside it. Measured: its bits are the same in every place of a block of 16, with AVX2
 and with AVX-512, which is not true of every size; from one size to another they differ.
+
+What runs on a GPU, `gpu/linear.py` says.
 """
 
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenspeed_rl_kernels.checks import misfit, shapes
+from tokenspeed_rl_kernels.registry import op, runs_triton
 
 WEIGHT_FIRST = range(7, 17)
 """Row counts at which W x^T is the faster."""
@@ -43,30 +46,42 @@ CASES = (
 )
 
 
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, invariant: bool = False) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@op(_fake)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, invariant: bool = False) -> Tensor:
-    """x W^T + b.
+    """x W^T + b, summed in float32 and rounded once.
 
     Args:
         x: [T, K].
-        weight: [N, K], of x's dtype.
-        bias: [N].
+        weight: [N, K], of x's dtype; rows may lie apart.
+        bias: [N], of x's dtype.
         invariant: a row's result is, bit for bit, the same for every T and place in it.
 
     Returns:
         [T, N], contiguous.
 
     Raises:
-        ValueError: shapes misfit.
+        ValueError: shapes or dtypes misfit.
     """
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise misfit("shapes misfit", shapes(x=x, weight=weight), "pass x [T, K] and weight [N, K]")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise misfit("shapes misfit", shapes(weight=weight, bias=bias), "pass bias [N]")
+    dtypes = [t.dtype for t in (x, weight, bias) if t is not None]
+    if len(set(dtypes)) > 1:
+        raise misfit("dtypes differ", dtypes, "use one dtype")
+    if runs_triton(x):
+        from tokenspeed_rl_kernels.gpu import linear as gpu
+
+        return gpu.launch(x, weight, bias, invariant)
     rows = len(x)
     if invariant:
         blocks = F.pad(x, (0, 0, 0, -rows % INVARIANT_ROWS)).split(INVARIANT_ROWS)
         return torch.cat([F.linear(block, weight, bias) for block in blocks])[:rows]
-    if rows not in WEIGHT_FIRST or x.dtype != torch.float32 or x.is_cuda:
+    if rows not in WEIGHT_FIRST or x.dtype != torch.float32:
         return F.linear(x, weight, bias)
     # Left transposed, the result would slow down all that reads it.
     y = torch.mm(weight, x.t()).t().contiguous()

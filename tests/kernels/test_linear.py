@@ -59,9 +59,16 @@ def test_invariant_rows_are_bitwise_equal():
         (torch.zeros(2, 3), torch.zeros(4, 5)),
         (torch.zeros(3), torch.zeros(4, 3)),
         (torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(3)),
+        (torch.zeros(2, 3), torch.zeros(4, 3).double()),
+        (torch.zeros(2, 3), torch.zeros(4, 3), torch.zeros(4).half()),
     ],
 )
 def test_misfits_are_refused(arguments):
-    """A misfit raises ValueError with the shapes it got."""
-    with pytest.raises(ValueError, match="shapes misfit: got"):
+    """A misfit raises ValueError with the shapes or dtypes it got."""
+    with pytest.raises(ValueError, match=r"(shapes misfit|dtypes differ): got"):
         linear(*arguments)
+
+
+def test_is_an_op():
+    """Compilers and fake tensors see one op."""
+    torch.library.opcheck(torch.ops.tokenspeed_rl.linear.default, inputs(3, CASES[2]))
