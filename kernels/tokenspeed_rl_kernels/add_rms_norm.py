@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_rl_kernels.checks import misfit, shapes
+from tokenspeed_rl_kernels.registry import op, runs_triton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +40,14 @@ def add_rms_norm(
 
     Args:
         x: [T, H].
-        residual: [T, H], or None: nothing is added.
+        residual: [T, H] of x's dtype, or None: nothing is added.
         weight: [H].
         eps: added to the mean square.
         mode: where it rounds; ``hf`` is the only one.
 
     Returns:
-        (y [T, H], new residual [T, H]), of x's dtype. Without a residual the second is x itself.
+        (y [T, H], new residual [T, H]), of x's dtype, y of the weight's if that is wider. Without a residual
+        the second is x itself.
 
     Raises:
         ValueError: shapes or dtypes misfit, or an unknown mode.
@@ -55,10 +57,41 @@ def add_rms_norm(
     if x.ndim != 2 or weight.shape != x.shape[1:] or (residual is not None and residual.shape != x.shape):
         got = shapes(x=x, weight=weight, **({} if residual is None else {"residual": residual}))
         raise misfit("shapes misfit", got, "pass x [T, H], residual [T, H] or None, weight [H]")
-    total = x if residual is None else x + residual
-    wide = total.float()
+    if residual is None:
+        return _rms_norm(x, weight, eps), x
+    if residual.dtype != x.dtype:
+        raise misfit("dtypes of x and residual differ", (x.dtype, residual.dtype), "use one dtype")
+    return _add_rms_norm(x, residual, weight, eps)
+
+
+def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+
+def _add_rms_norm_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return _rms_norm_fake(x, weight, eps), x.new_empty(x.shape)
+
+
+# Two ops, for none may return an argument of its own.
+@op(_rms_norm_fake)
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if runs_triton(x):
+        from tokenspeed_rl_kernels.gpu import add_rms_norm as gpu
+
+        return gpu.launch(x, None, weight, eps)[0]
+    wide = x.float()
     scaled = wide * (wide * wide).mean(1, keepdim=True).add_(eps).rsqrt_()
-    return scaled.to(x.dtype).mul_(weight) if weight.dtype == x.dtype else weight * scaled.to(x.dtype), total
+    return scaled.to(x.dtype).mul_(weight) if weight.dtype == x.dtype else weight * scaled.to(x.dtype)
+
+
+@op(_add_rms_norm_fake)
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if runs_triton(x):
+        from tokenspeed_rl_kernels.gpu import add_rms_norm as gpu
+
+        return gpu.launch(x, residual, weight, eps)
+    total = x + residual
+    return _rms_norm(total, weight, eps), total
 
 
 def reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

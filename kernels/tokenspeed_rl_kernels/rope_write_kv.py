@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_rl_kernels.checks import check_caches, misfit, shapes
+from tokenspeed_rl_kernels.registry import op, runs_triton
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,24 @@ CASES = (
 )
 
 
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+@op(_fake, mutates=("k_cache", "v_cache"))
 def rope_write_kv(
     q: Tensor,
     k: Tensor,
@@ -59,7 +78,7 @@ def rope_write_kv(
     """Rotate queries and keys, and write keys and values to their slots.
 
     Args:
-        q: [T, Hq, D], any strides, D even.
+        q: [T, Hq, D], any strides, D even, of the caches' dtype, as are k and v.
         k: [T, Hkv, D].
         v: [T, Hkv, Dv].
         positions: [T] int64, rows of ``cos_sin``.
@@ -67,26 +86,29 @@ def rope_write_kv(
         k_cache: [P, Hkv, S, D], written.
         v_cache: [P, Hkv, S, Dv], written.
         slots: [T] int64, page * S + offset, distinct; < 0: nothing is written.
-        q_norm: [D] weight of the queries' norm.
-        k_norm: [D] weight of the keys' norm.
+        q_norm: [D] weight of the queries' norm, of their dtype.
+        k_norm: [D] weight of the keys' norm, the same.
         eps: of both norms.
 
     Returns:
         [T, Hq, D]: the rotated queries, contiguous.
 
     Raises:
-        ValueError: shapes misfit.
-        IndexError: a position or slot is beyond its tensor.
+        ValueError: shapes or dtypes misfit.
+        IndexError: a position or slot is beyond its tensor. Triton can't raise: it makes NaN of such a
+            position's queries and keys, and writes nothing to such a slot.
     """
-    check_caches(k_cache, v_cache)
-    heads = k_cache.shape[1]
-    fits = q.ndim == 3 and k.shape == (len(q), heads, q.shape[2]) and k.shape[2] == k_cache.shape[3]
-    if not fits or v.shape != (len(q), heads, v_cache.shape[3]) or cos_sin.shape[1:] != q.shape[2:]:
-        got = shapes(q=q, k=k, v=v, cos_sin=cos_sin, k_cache=k_cache, v_cache=v_cache)
-        raise misfit("shapes misfit", got, "pass q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], cos_sin [L, D]")
+    _check(q, k, v, cos_sin, k_cache, v_cache)
     if positions.shape != slots.shape or positions.shape != (len(q),):
         got = shapes(positions=positions, slots=slots, q=q)
         raise misfit("shapes misfit", got, "pass positions [T] and slots [T]")
+    for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if norm is not None and (norm.shape != q.shape[2:] or norm.dtype != q.dtype):
+            raise misfit(f"{name} misfits", (shapes(norm=norm, q=q), norm.dtype), "pass [D] of q's dtype")
+    if runs_triton(q):
+        from tokenspeed_rl_kernels.gpu import rope_write_kv as gpu
+
+        return gpu.launch(q, k, v, positions, cos_sin, k_cache, v_cache, slots, q_norm, k_norm, eps)
     if q_norm is not None:
         q = _rms_norm(q, q_norm, eps)
     if k_norm is not None:
@@ -126,6 +148,20 @@ def reference(
             k_cache[page, :, offset] = keys[token]
             v_cache[page, :, offset] = v[token]
     return rotated(q, q_norm)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    check_caches(k_cache, v_cache)
+    heads = k_cache.shape[1]
+    fits = q.ndim == 3 and k.shape == (len(q), heads, q.shape[2]) and k.shape[2] == k_cache.shape[3]
+    fits = fits and v.shape == (len(q), heads, v_cache.shape[3]) and cos_sin.shape[1:] == q.shape[2:]
+    if not fits or q.shape[2] % 2:
+        got = shapes(q=q, k=k, v=v, cos_sin=cos_sin, k_cache=k_cache, v_cache=v_cache)
+        fix = "pass q [T, Hq, D], D even, k [T, Hkv, D], v [T, Hkv, Dv], cos_sin [L, D]"
+        raise misfit("shapes misfit", got, fix)
+    dtypes = [x.dtype for x in (q, k, v, k_cache, v_cache)]
+    if len(set(dtypes)) > 1:
+        raise misfit("dtypes of q, k, v and the caches differ", dtypes, "use one dtype")
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
