@@ -32,8 +32,9 @@ with `weights_backup="cpu"`; without it they are invalid until a complete update
 by a release and stay valid. They are invalid once the module's parameters are found to have *moved* to
 other memory, which is looked for at `weights_changed`, and at a new request, a resume or a wake where
 `weights` is resident then; or when `weights_changed` finds a module that computes something else (a hook,
-a replaced projection), which it refuses with `ConfigError` until it is undone. LoRA adapters that moved, or
-were deleted, are found as moved parameters are, but `weights_changed` reads them anew.
+a replaced projection, another `top_k`, `scaling` or `variance_epsilon`), which it refuses with `ConfigError`
+until it is undone. LoRA adapters that moved, or were deleted, are found as moved parameters are, but
+`weights_changed` reads them anew.
 
 Weights may also come in pieces: `partial=True` with a `weight_version`. From the first piece they are
 invalid, until pieces of that version together have brought every weight. A piece of another version starts

@@ -315,7 +315,7 @@ class OwnExperts(Qwen3MoeExperts):
             lambda m: setattr(m.mlp, "gate", MixtralTopKRouter(Tiny.config("mixtral", num_local_experts=8))),
             "mlp.gate is .*MixtralTopKRouter",
         ),
-        (lambda m: setattr(m.mlp.gate, "top_k", 2), "mlp.gate.top_k is 2, not the config's 3"),
+        (lambda m: setattr(m.mlp.gate, "top_k", 2), "mlp.gate.top_k is 2, not the engine's 3"),
         (lambda m: setattr(m.mlp.gate, "norm_topk_prob", True), "mlp.gate.norm_topk_prob is True"),
         (lambda m: m.mlp.gate.register_forward_hook(lambda *_: None), "mlp.gate has a forward hook"),
         (lambda m: m.mlp.register_forward_pre_hook(lambda *_: None), "mlp has a forward hook"),

@@ -72,6 +72,26 @@ def test_every_change_is_seen(tiny, change):
     assert not store.version.valid
 
 
+NUMBERS = {
+    "changed": lambda m: setattr(m.model.norm, "variance_epsilon", 0.1),
+    "a tensor": lambda m: setattr(m.model.layers[1].self_attn, "scaling", torch.ones(2)),
+    "deleted": lambda m: delattr(m.model.layers[0].self_attn, "is_causal"),
+    "no longer None": lambda m: setattr(m.model.embed_tokens, "max_norm", 0.1),
+    "configured": lambda m: setattr(m.config, "num_hidden_layers", 1),
+}
+
+
+@pytest.mark.parametrize("change", NUMBERS)
+def test_every_number_is_seen(tiny, change):
+    """Plain attributes that a forward reads; who shared the module says whether they are right."""
+    model = tiny.model()
+    seen = ModuleSnapshot(model)
+    model.train(not model.training)
+    assert seen.holds()
+    NUMBERS[change](model)
+    assert not seen.holds()
+
+
 def test_a_forward_replaced_on_the_class_is_seen(tiny, monkeypatch):
     """E13: a library that patches a transformers class, for all models at once, after sharing."""
     model = tiny.model()

@@ -16,7 +16,15 @@ from tokenspeed_rl.core.backend import attention_backend
 from tokenspeed_rl.errors import ConfigError
 from tokenspeed_rl.layers.rope import inverse_frequencies
 from tokenspeed_rl.memory import Memory, memory_for
-from tokenspeed_rl.models import Decoder, DecoderSpec, module_classes, slots, spec_from_config
+from tokenspeed_rl.models import (
+    Decoder,
+    DecoderSpec,
+    config_faults,
+    module_classes,
+    module_faults,
+    slots,
+    spec_from_config,
+)
 from tokenspeed_rl.weights import (
     Receipt,
     SharedWeights,
@@ -31,7 +39,6 @@ from tokenspeed_rl.weights import (
     share,
     unwrap,
 )
-from tokenspeed_rl.weights.adapters import lora_layers
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,30 +59,16 @@ class ModelSource:
 
     def share(self, module: nn.Module, version: str | None = None) -> SharedWeights:
         """Read the weights of `module` from now on; a refused module leaves everything as it was."""
-        self._check_config(unwrap(module))
-        classes = module_classes(self.spec.architecture)
-        with self._sharing:
-            self.shared = share(module, self.store, classes, version)
-        self.decoder.follow_rope(_other_frequencies(self.shared.module, self.spec))
-        return self.shared
-
-    def _check_config(self, root: nn.Module) -> None:
-        """The numbers that names and shapes don't show, such as experts per token, must be this model's too.
-        Modules of another class are left to `share`."""
-        config = getattr(root, "config", None)
-        if type(root).__name__ != self.spec.architecture or not isinstance(config, PretrainedConfig):
-            return
-        wrong = self.spec.differences(spec_from_config(config, type(root).__name__))
-        if lora_layers(root) and not self.spec.head.generates:
-            raise ConfigError(
-                f"LoRA adapters can't be shared with a {type(root).__name__}: no score asks for one",
-                fix="Merge the adapter, or share the base model.",
-            )
-        if wrong:
+        if wrong := config_faults(self.spec, unwrap(module)):  # said before whatever follows from it
             raise ConfigError(
                 f"the module to share is of another model: {'; '.join(wrong[:3])}; nothing was shared",
                 fix="Share a module with the config that the engine was made with, or make another engine.",
             )
+        classes, faults = module_classes(self.spec.architecture), partial(module_faults, self.spec)
+        with self._sharing:
+            self.shared = share(module, self.store, classes, version, faults)
+        self.decoder.follow_rope(_other_frequencies(self.shared.module, self.spec))
+        return self.shared
 
     def weights_changed(self, version: str | None) -> Receipt:
         """As `SharedWeights.weights_changed`, of the module that is shared."""

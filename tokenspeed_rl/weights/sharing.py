@@ -17,11 +17,15 @@ from tokenspeed_rl.weights.placement import Placement
 from tokenspeed_rl.weights.receipt import Receipt
 from tokenspeed_rl.weights.snapshot import ModuleSnapshot
 from tokenspeed_rl.weights.store import WeightStore
-from tokenspeed_rl.weights.structure import check_module, peft_wrappers, unwrap
+from tokenspeed_rl.weights.structure import Faults, check_module, no_faults, peft_wrappers, unwrap
 
 
 def share(
-    module: nn.Module, store: WeightStore, classes: Collection[str], version: str | None = None
+    module: nn.Module,
+    store: WeightStore,
+    classes: Collection[str],
+    version: str | None = None,
+    others: Faults = no_faults,
 ) -> SharedWeights:
     """Make `store` read the parameters of the live `module` from now on, without a copy.
 
@@ -43,12 +47,14 @@ def share(
         classes: names of the transformers classes that the model family is made of
             (`structure.check_module`).
         version: label of the weights; None as `WeightVersion.commit` says.
+        others: finds what else is wrong with the module, now and whenever it looks changed
+            (`structure.check_module`).
 
     Raises:
         ConfigError: the module computes something else than the engine, or its parameters don't fit, by name.
     """
     root, wrappers = unwrap(module), peft_wrappers(module)
-    check_module(root, classes, store, wrappers)
+    check_module(root, classes, store, wrappers, others)
     began = time.perf_counter()
     with torch.inference_mode(False), torch.no_grad():
         params = {canonical(name): param for name, param in root.named_parameters(remove_duplicate=False)}
@@ -64,7 +70,7 @@ def share(
         store.version.start()
     else:
         store.version.commit(version)
-    return SharedWeights(root, wrappers, store, classes, time.perf_counter() - began)
+    return SharedWeights(root, wrappers, store, classes, others, time.perf_counter() - began)
 
 
 def _join(params: list[nn.Parameter], slot: Slot, uses: Counter[int]) -> tuple[Tensor, ...]:
@@ -110,12 +116,14 @@ class SharedWeights:
         wrappers: Sequence[nn.Module],
         store: WeightStore,
         classes: Collection[str],
+        others: Faults,
         seconds: float,
     ) -> None:
         self.module = root
         self._wrappers = wrappers
         self._store = store
         self._classes = classes
+        self._others = others
         layers = lora_layers(root)
         self._base = Placement(
             root, lambda name: not of_adapter(name, layers), fix="Call share_weights(module) again."
@@ -137,14 +145,15 @@ class SharedWeights:
         self._check(self._adapters)
 
     def check_structure(self) -> None:
-        """Raise unless the module still computes what the engine does: classes, hooks, parameters.
+        """Raise unless the module still computes what the engine does: classes, hooks, parameters,
+        numbers.
 
         Raises:
             ConfigError: by name, as `share` does. The store is invalid until `weights_changed` finds it
                 right.
         """
         try:
-            check_module(self.module, self._classes, self._store, self._wrappers)
+            check_module(self.module, self._classes, self._store, self._wrappers, self._others)
         except ConfigError as error:
             self._store.version.invalidate(f"the shared module was changed: {error}")
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,14 @@ _KINDS = {
     "experts.down": "Experts",
 }
 """How a slot's name ends -> how the class of the module ends that holds its weight; others are Linear."""
-_ROUTING = {"top_k": "num_experts_per_tok", "norm_topk_prob": "norm_topk_prob"}
-"""What a router took out of the config when it was made, and may differ from it by now."""
+Faults = Callable[[nn.Module], Iterable[str]]
+"""What is wrong with an unwrapped module, in words."""
 _SHOWN = 3
+
+
+def no_faults(root: nn.Module) -> Iterable[str]:
+    """Nothing is."""
+    return ()
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -55,7 +60,11 @@ def _layers_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def check_module(
-    root: nn.Module, classes: Collection[str], store: WeightStore, wrappers: Sequence[nn.Module] = ()
+    root: nn.Module,
+    classes: Collection[str],
+    store: WeightStore,
+    wrappers: Sequence[nn.Module] = (),
+    others: Faults = no_faults,
 ) -> None:
     """Raise unless `root` computes what the engine does, with parameters that fit the store's slots.
 
@@ -72,6 +81,7 @@ def check_module(
         classes: names of the transformers classes that the model is made of, such as ``Qwen3Attention``.
         store: its slots, dtype and device.
         wrappers: of PEFT, around it.
+        others: finds the faults that neither classes nor names nor shapes show, such as another `top_k`.
 
     Raises:
         ConfigError: the number of faults and the first few, by module or parameter name.
@@ -88,19 +98,20 @@ def check_module(
         *adapter_faults(root, store.slots),
         *_module_faults(root, classes, store.slots),
         *_parameter_faults(root, store),
+        *others(root),
     ]
     if faults:
         more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise ConfigError(
             f"this {type(root).__name__} can't share its weights: {'; '.join(faults[:_SHOWN])}{more}",
-            fix="Share the transformers model, plain or with PEFT's plain LoRA, without anything else added.",
+            fix="Share the transformers model as the config makes it, plain or with PEFT's plain LoRA; "
+            "undo what was changed or added.",
         )
 
 
 def _module_faults(root: nn.Module, classes: Collection[str], slots: Collection[Slot]) -> Iterator[str]:
     owners, layers = _parameter_owners(slots), lora_layers(root)
-    config = getattr(root, "config", None)
-    activation = getattr(config, "hidden_act", None)
+    activation = getattr(getattr(root, "config", None), "hidden_act", None)
     for name, module in root.named_modules(remove_duplicate=False):
         if type(module).__name__ == "OptimizedModule":
             continue
@@ -115,18 +126,9 @@ def _module_faults(root: nn.Module, classes: Collection[str], slots: Collection[
             plain = type(module) in (nn.Linear, nn.Embedding) or _is_of(module, classes)
             if not plain or not type(module).__name__.endswith(expected):
                 yield f"{shown} is {_full_name(module)}, not a plain {expected}"
-            elif expected == "TopKRouter":
-                yield from _routing_faults(shown, module, config)
         elif type(module) not in _STATELESS and not _is_of(module, classes):
             yield f"{shown} is {_full_name(module)}, which the engine does not know"
         yield from _overrides(shown, module)
-
-
-def _routing_faults(shown: str, router: nn.Module, config: object) -> Iterator[str]:
-    for attribute, field in _ROUTING.items():
-        here, there = getattr(router, attribute, None), getattr(config, field, None)
-        if here != there:
-            yield f"{shown}.{attribute} is {here}, not the config's {there}"
 
 
 def _wrapper_faults(wrappers: Sequence[nn.Module]) -> Iterator[str]:
