@@ -16,7 +16,7 @@ from tokenspeed_rl.core.text import decode
 from tokenspeed_rl.errors import RequestError
 from tokenspeed_rl.explanation import Explanation, Triple
 from tokenspeed_rl.sampling_params import check_number
-from tokenspeed_rl.weights import WeightStore, differing_weights
+from tokenspeed_rl.weights import WeightStore, differing_scalings, differing_weights
 from tokenspeed_rl.weights.adapters import Adapter
 
 TOP = 5
@@ -44,9 +44,12 @@ def explain(
     training = any(part.training for part in module.modules())
     trainer = recompute_module(module, whole, len(prompt), temperature=temperature, top=TOP)
 
-    def on_the_loop() -> tuple[Recomputed, dict[str, str], str]:
+    lora = meta.get("lora")
+
+    def on_the_loop() -> tuple[Recomputed, dict[str, str], dict[str, str], str]:
         core.life.require_readable()
         store = core.source.store
+        adapter = _adapter(store, lora)
         engine = recompute_decoder(
             core.source.decoder,
             core.kv.layout,
@@ -54,11 +57,12 @@ def explain(
             len(prompt),
             temperature=temperature,
             top=TOP,
-            adapter=_adapter(store, meta.get("lora")),
+            adapter=adapter,
         )
-        return engine, differing_weights(store, module), store.version.label
+        scalings = {} if adapter is None else differing_scalings(adapter, lora, module)
+        return engine, differing_weights(store, module), scalings, store.version.label
 
-    engine, weights, version = core.loop.call(on_the_loop).result()
+    engine, weights, scalings, version = core.loop.call(on_the_loop).result()
     triples = meta.get("output_token_logprobs")
     rollout = None if triples is None else [value for value, _, _ in triples]
     gaps = [abs(a - b) for a, b in zip(rollout or engine.logprobs, trainer.logprobs, strict=True)]
@@ -76,7 +80,8 @@ def explain(
         engine_version=version,
         cached_tokens=meta["cached_tokens"],
         different_weights=weights,
-        unlike=_unlike(meta.get("lora"), module, core.source.store.dtype),
+        different_scalings=scalings,
+        unlike=_unlike(lora, module, core.source.store.dtype),
         training=training,
         layers=_layers(engine.streams, trainer.streams, len(whole) - 1 if at is None else len(prompt) + at),
         token=None if at is None else ids[at],

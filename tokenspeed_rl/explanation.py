@@ -34,6 +34,8 @@ class Explanation:
     """Tokens of the prompt whose keys and values came out of the prefix cache."""
     different_weights: dict[str, str]
     """Name -> how the trainer's weight differs from the engine's now."""
+    different_scalings: dict[str, str]
+    """Name -> how the scaling of the output's adapter differs at one of the trainer's layers."""
     unlike: list[str]
     """Adapters and dtypes that differ, in sentences: no update of the weights makes up for those."""
     training: bool
@@ -90,6 +92,12 @@ class Explanation:
         if self.different_weights:
             count = len(self.different_weights)
             found.append(f"Engine and module differ in {count} of the weights: an update is due.")
+        if self.different_scalings:
+            count = len(self.different_scalings)
+            found.append(
+                f"The adapter's scaling differs in {count} of its layers: weights_changed() reads it anew, "
+                "from the module that is shared."
+            )
         if not self.repeats and self.sampled_under == self.engine_version:
             found.append(
                 "Recomputed now, the engine does not repeat the rollout's logprobs: they are of other "
@@ -98,7 +106,7 @@ class Explanation:
             )
         if self.first_layer is None:
             found.append("Hidden states agree: what differs is the head, the temperature, or past weights.")
-        elif not self.different_weights:
+        elif not (self.different_weights or self.different_scalings):
             found.append(
                 f"With equal weights, engine and trainer part at {self.first_layer}: another computation."
             )
@@ -121,6 +129,7 @@ class Explanation:
             ]
         lines.append(f"tokens of the prompt out of the prefix cache: {self.cached_tokens}")
         lines += [f"weight {name}: {how}" for name, how in list(self.different_weights.items())[:_SHOWN]]
+        lines += [f"scaling {name}: {how}" for name, how in list(self.different_scalings.items())[:_SHOWN]]
         lines.append(
             "hidden states, engine and trainer: largest difference, relative to the largest value there"
         )

@@ -14,9 +14,11 @@ from tokenspeed_rl.errors import EngineShutdownError, EngineStateError, RequestE
 PROMPT = Tiny.prompt(21)
 
 
-def rollout(engine: Any, **options: Any) -> dict[str, Any]:
+def rollout(engine: Any, lora: str | None = None, **options: Any) -> dict[str, Any]:
     asked = {"temperature": 1.0, "seed": 5, "max_new_tokens": 12, **options}
-    output: dict[str, Any] = engine.generate(input_ids=PROMPT, sampling_params=asked, return_logprob=True)
+    output: dict[str, Any] = engine.generate(
+        input_ids=PROMPT, sampling_params=asked, return_logprob=True, lora=lora
+    )
     return output
 
 
@@ -137,6 +139,50 @@ def test_another_adapter_and_another_dtype_are_named(make_engine: Any) -> None:
     half = make_engine(plain)
     said = str(half.explain(rollout(half), copy.deepcopy(plain).bfloat16()))
     assert "bfloat16" in said and "float32" in said
+
+
+def adapted() -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(Tiny.model(), config, adapter_name="policy")
+    model.add_adapter("other", config)
+    return model
+
+
+def test_a_scaling_changed_without_weights_changed_is_named_with_its_layer(make_engine: Any) -> None:
+    """An adapter's scaling is no parameter, but as good as one: no other computation is to blame."""
+    model = adapted()
+    engine = make_engine(model)
+    output = rollout(engine, lora="policy")
+    assert not engine.explain(output, model).different_scalings
+    model.base_model.model.model.layers[1].self_attn.v_proj.scaling["policy"] *= 8
+    found = engine.explain(output, model)
+    expected = Tiny.ref_logprobs(model, [*PROMPT, *output["output_ids"]])[len(PROMPT) - 1 :]
+    assert found.position is not None and not found.different_weights
+    assert found.trainer_logprob == pytest.approx(expected[found.position], abs=1e-5)
+    name = "model.layers.1.self_attn.v_proj.scaling.policy"
+    assert found.different_scalings == {name: "4 here, 32.0 in the module"}
+    said = str(found)
+    assert "scaling differs in 1 of its layers: weights_changed()" in said and f"scaling {name}: 4" in said
+    assert "another computation" not in said
+    engine.weights_changed()
+    assert engine.explain(rollout(engine, lora="policy"), model).position is None
+
+
+def test_the_scaling_of_another_adapter_is_no_reason(make_engine: Any) -> None:
+    """Nor is any for the base model: what really differs is still called another computation."""
+    model = adapted()
+    engine = make_engine(model)
+    output, base = rollout(engine, lora="policy"), rollout(engine)
+    for layer in model.base_model.model.model.layers:
+        layer.self_attn.q_proj.scaling["other"] *= 8
+    assert engine.explain(output, model).position is None
+    model.base_model.model.model.norm.variance_epsilon = 10.0
+    found = engine.explain(output, model)
+    assert not found.different_scalings and "another computation" in str(found)
+    with model.disable_adapter():
+        found = engine.explain(base, model)
+    assert not found.different_scalings and "another computation" in str(found)
 
 
 def test_module_engine_and_random_state_stay_as_they_are(make_engine: Any) -> None:

@@ -2,7 +2,7 @@
 
 from tokenspeed_rl.weights.bucket import FlattenedBucket, buckets, flatten
 from tokenspeed_rl.weights.checkpoint import load_checkpoint, randomise, read_checkpoint
-from tokenspeed_rl.weights.difference import differing_weights
+from tokenspeed_rl.weights.difference import differing_scalings, differing_weights
 from tokenspeed_rl.weights.digest import checksum
 from tokenspeed_rl.weights.incoming import Incoming, check_update, read_tensors
 from tokenspeed_rl.weights.mapping import Part, Slot
@@ -34,6 +34,7 @@ __all__ = [
     "buckets",
     "check_update",
     "checksum",
+    "differing_scalings",
     "differing_weights",
     "eos_token_ids",
     "find_model",

@@ -1,10 +1,11 @@
-"""Which weights of a live module are not the engine's."""
+"""Which weights and adapter scalings of a live module are not the engine's."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from tokenspeed_rl.weights.adapters import Adapter, lora_layers, settings
 from tokenspeed_rl.weights.mapping import canonical
 from tokenspeed_rl.weights.plain import fault_of
 from tokenspeed_rl.weights.store import WeightStore, same_values
@@ -21,6 +22,18 @@ def differing_weights(store: WeightStore, module: nn.Module) -> dict[str, str]:
         how = "the module has none" if theirs is None else _difference(ours, theirs)
         if how is not None:
             differing[name] = how
+    return differing
+
+
+def differing_scalings(adapter: Adapter, name: str, module: nn.Module) -> dict[str, str]:
+    """Hugging Face name of a layer, with that of its scaling -> how the scaling of the module's adapter
+    `name` differs there from the engine's `adapter`, read when it last looked. Layers where the module has
+    none are left to `differing_weights`."""
+    layers, differing = lora_layers(module), {}
+    for part in adapter.parts:
+        held = settings(layers[part.module], "scaling") if part.module in layers else {}
+        if name in held and held[name] != part.scaling:
+            differing[f"{part.module}.scaling.{name}"] = f"{part.scaling:g} here, {held[name]} in the module"
     return differing
 
 
