@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 from tokenspeed_rl.client_base import ClientBase, expect
 from tokenspeed_rl.config import EngineConfig
+from tokenspeed_rl.core.watching.dump_files import prepare_beside, prepare_folder
 from tokenspeed_rl.core.watching.tunables import LOGGING
 from tokenspeed_rl.errors import EngineStateError, TokenSpeedError
 from tokenspeed_rl.requests import ConfigureLoggingReq, GetLoadReqOutput, SetInternalStateReq
@@ -124,7 +126,13 @@ class StateMembers(ClientBase):
 
     async def change_settings(self, server_args: Mapping[str, Any], weight_version: str | None) -> None:
         """As `set_internal_state`, but a refusal raises: RequestError, ConfigError, EngineStateError."""
-        await self._command(partial(self._core.tunables.change, server_args, weight_version))
+        self.check_alive()
+        loop, tunables, folder = self._core.loop, self._core.tunables, None
+        name = tunables.folder_to_prepare(server_args, weight_version)
+        if name is not None:
+            server_args = dict(server_args)  # the caller may write theirs while the folder is made
+            folder = await asyncio.wrap_future(loop.open(partial(prepare_beside, name)))
+        await self._command(partial(tunables.change, server_args, weight_version, folder))
 
     async def set_internal_state(self, obj: SetInternalStateReq) -> list[bool]:
         """Change settings between two steps, all or none: [True], or [False] with the reason in
@@ -133,8 +141,8 @@ class StateMembers(ClientBase):
         `server_args` may have max_running_requests and chunked_prefill_size (from the next step on; what runs
         already isn't sent back), enable_prefix_caching (off: all is forgotten and nothing kept), mem_fraction
         and reserve_bytes (at the next wake; without `max_total_tokens`), log_level, watchdog_timeout, and
-        what `configure_logging` sets. `weight_version` is another label for the same weights: cached KV stays
-        good, and outputs in flight go on under it.
+        what `configure_logging` sets; a dump's folder is made first, beside the loop. `weight_version` is
+        another label for the same weights: cached KV stays good, and outputs in flight go on under it.
         """
         try:
             obj = expect(obj, SetInternalStateReq)
@@ -150,12 +158,17 @@ class StateMembers(ClientBase):
         A log line is at info through a logger of its own under `tokenspeed_rl`, whatever `log_level` is: any
         handler there or on the root logger shows it (`logging.basicConfig()` makes one). A dump is JSON lines
         that `python -m tokenspeed_rl replay` runs again; folder "" ends it. Both are written by another
-        thread. A dump that can't be written any more stops: `get_internal_state()[0]["request_log"]`.
+        thread. A dump that can't be written any more stops: `get_internal_state()[0]["request_log"]`. The
+        folder is made on the calling thread: where that hangs, the caller alone waits.
 
         Raises:
             RequestError, ConfigError: no such level, a folder that can't be written ...; nothing changed.
         """
         self.check_alive()
         asked = expect(obj, ConfigureLoggingReq)
-        fields = {name: getattr(asked, name) for name in LOGGING}
-        self._core.tunables.change({name: value for name, value in fields.items() if value is not None})
+        given = {name: getattr(asked, name) for name in LOGGING}
+        fields = {name: value for name, value in given.items() if value is not None}
+        name = self._core.tunables.folder_to_prepare(fields)
+        folder = None if name is None else prepare_folder(name)
+        self.check_alive()  # that may have taken long
+        self._core.tunables.change(fields, folder=folder)

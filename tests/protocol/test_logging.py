@@ -353,7 +353,7 @@ def test_a_failure_told_late_ends_no_later_dump(tmp_path: Path) -> None:
     told: list[DumpFiles] = []
     log = RequestLog(lambda: None, logging.getLogger("tokenspeed_rl.test"), told.append)
     config = EngineConfig(dump_requests_folder=str(tmp_path))
-    log.configure(config)
+    log.configure(config, tmp_path)
     first = log._wanted.files
     assert first is not None
     first.error = "it failed"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenspeed_rl.config import EngineConfig
@@ -62,15 +63,14 @@ class RequestLog:
         self._idle = True
         self._thread: threading.Thread | None = None
 
-    def configure(self, config: EngineConfig) -> None:
-        """As the config says, for samples that end from now on. Under the loop's lock.
-
-        Raises:
-            RequestError: the folder can't be written; nothing changed.
-        """
+    def configure(self, config: EngineConfig, folder: Path | None = None) -> None:
+        """As the config says, for samples that end from now on. Under the loop's lock, so it touches no disk:
+        `folder` is what `prepare_folder` made of the config's, where that was just named."""
         files, asked = self._wanted.files, (config.dump_requests_folder, config.dump_requests_threshold)
         if files is None or files.error or files.asked != asked:
-            files = DumpFiles(*asked) if config.dump_requests_folder else None
+            place = folder if files is None else folder or files.folder
+            assert place is not None or not config.dump_requests_folder
+            files = DumpFiles(asked, place) if place and config.dump_requests_folder else None
         self._wanted = _Wanted(config.log_requests_level if config.log_requests else None, files)
         if config.log_requests and not self._lines.hasHandlers():
             self._log.warning("log_requests is on, but no logging handler is there: logging.basicConfig()")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tokenspeed_rl.config import EngineConfig
@@ -16,6 +17,7 @@ LOGGING = ("log_requests", "log_requests_level", "dump_requests_folder", "dump_r
 KV_SIZE = ("mem_fraction", "reserve_bytes")
 """Read whenever the KV cache is mapped."""
 Setter = Callable[[EngineConfig], None]
+LoggingSetter = Callable[[EngineConfig, Path | None], None]
 
 
 class Tunables:
@@ -26,12 +28,12 @@ class Tunables:
         config: EngineConfig,
         setters: Mapping[str, Setter],
         *,
-        logging: Setter,
+        logging: LoggingSetter,
         rename: Callable[[str], None],
         lock: threading.RLock,
     ) -> None:
-        """`setters`, by field, take the changed config; `logging` does for all of `LOGGING` and may refuse
-        it; `rename` labels the weights."""
+        """`setters`, by field, take the changed config; `logging` does for all of `LOGGING`, with the folder
+        that was prepared, if any; `rename` labels the weights."""
         self._config = config
         self._setters = setters
         self._logging = logging
@@ -43,8 +45,21 @@ class Tunables:
         """The fields that can change."""
         return tuple(sorted((*self._setters, *LOGGING, *KV_SIZE)))
 
-    def change(self, fields: Mapping[str, Any], label: str | None = None) -> None:
-        """Make the fields what they say, and call the weights `label` (None: as before).
+    def folder_to_prepare(self, fields: Mapping[str, Any], label: str | None = None) -> str | None:
+        """The folder that `change` wants prepared for these fields, without the lock, as that takes as long
+        as its disk; None: none.
+
+        Raises:
+            RequestError, ConfigError, EngineStateError: as `change`, so that none is made for nothing.
+        """
+        if not (isinstance(fields, Mapping) and fields.get("dump_requests_folder")):
+            return None
+        self._checked(fields, label)
+        return str(fields["dump_requests_folder"])
+
+    def change(self, fields: Mapping[str, Any], label: str | None = None, folder: Path | None = None) -> None:
+        """Make the fields what they say, and call the weights `label` (None: as before). `folder` is what
+        `prepare_folder` made of the `folder_to_prepare`.
 
         Raises:
             RequestError, ConfigError: a field that can't change, or not to that value. EngineStateError: it
@@ -53,7 +68,7 @@ class Tunables:
         with self._lock:  # any thread may change the logging
             made = self._checked(fields, label)
             if any(name in LOGGING for name in fields):
-                self._logging(made)
+                self._logging(made, folder)
             for name in fields:
                 setattr(self._config, name, getattr(made, name))
             for name in fields:

@@ -12,7 +12,7 @@ from tokenspeed_rl.core.engine_loop import EngineLoop
 from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.scheduler import Scheduler
 from tokenspeed_rl.core.stats import Ends
-from tokenspeed_rl.core.watching.dump_files import DumpFiles
+from tokenspeed_rl.core.watching.dump_files import DumpFiles, prepare_folder
 from tokenspeed_rl.core.watching.profiler import Profiler
 from tokenspeed_rl.core.watching.request_log import RequestLog
 from tokenspeed_rl.core.watching.tunables import Setter, Tunables
@@ -47,7 +47,8 @@ class Watch:
         self._lock = threading.RLock()  # until there is a loop
         self._thread: WatchThread | None = None
         try:
-            self._requests.configure(config)
+            folder = config.dump_requests_folder
+            self._requests.configure(config, prepare_folder(folder) if folder else None)
         except RequestError as error:
             raise ConfigError(str(error)) from error
 
