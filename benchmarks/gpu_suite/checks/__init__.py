@@ -1,0 +1,1 @@
+"""What the section `correct` checks, a file for each kind of op."""
