@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import os
 import platform
 import sys
@@ -86,6 +87,18 @@ def main(doc: str) -> int:
     return int(not all(record.done(name) for name in options.only))
 
 
+class Said(logging.Handler):
+    """What engines say while a section runs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self.messages.append(record.getMessage())
+
+
 def _run(name: str, machine: Machine, bandwidth: Found, left: float) -> Found:
     """One section, whatever happens in it; `bandwidth`: the section of this name."""
     budget = min(BUDGETS[name], left)
@@ -97,12 +110,17 @@ def _run(name: str, machine: Machine, bandwidth: Found, left: float) -> Found:
     began, found = time.monotonic(), Found()
     machine.deadline = began + budget
     section: Found = {"status": "ok", "found": found}
+    said = Said()
+    found["warnings"] = said.messages
+    logging.getLogger("tokenspeed_rl").addHandler(said)
     try:
         run: Callable[[Machine, Found], None] = import_module(f"gpu_suite.{name}").run
         run(machine, found)
     except Exception:
         section |= {"status": "failed", "error": traceback.format_exc()}
         print(section["error"], flush=True)
+    finally:
+        logging.getLogger("tokenspeed_rl").removeHandler(said)
     return {**section, "seconds": time.monotonic() - began, "budget": budget}
 
 

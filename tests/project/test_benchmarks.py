@@ -1,5 +1,6 @@
 """Benchmarks run: with a tiny model and few rounds, so that they don't rot."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,15 +10,20 @@ ROOT = Path(__file__).parents[2]
 LIMIT = 100.0
 
 
-def run(script: str, *arguments: str) -> list[str]:
-    """The lines of a benchmark that ends well."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / script), "--model", "tiny", "--threads", "1", *arguments],
+def start(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A benchmark that has ended, on one thread."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / script), *arguments],
         capture_output=True,
         text=True,
         timeout=LIMIT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
+
+
+def run(script: str, *arguments: str) -> list[str]:
+    """The lines of a benchmark that ends well."""
+    done = start(script, "--model", "tiny", "--threads", "1", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -60,3 +66,26 @@ def test_step_profile(tmp_path: Path) -> None:
         assert abs(sum(share) - 100) < 0.5 and all(each >= 0 for each in share)
     assert all(min(rows[kind]) > 0 for kind in ("MLP", "projections", "attention", "norms", "sampling"))
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_gpu_suite(tmp_path: Path) -> None:
+    """What a GPU will run works in toy shapes on the CPU, section by section, and goes on where it was."""
+    out = ("--dry-run", "--out", str(tmp_path))
+    done = start("gpu_suite.py", *out)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept = json.loads((tmp_path / "results.json").read_text())
+    sections = kept["sections"]
+    assert list(sections) == ["bandwidth", "correct", "graphs", "steps", "ops", "train", "engine"]
+    assert {section["status"] for section in sections.values()} == {"ok"}
+    found = {name: section["found"] for name, section in sections.items()}
+    assert not any("problem" in run for run in found["engine"]["runs"]), "transformers' serves here too"
+    assert {run["who"] for run in found["engine"]["runs"]} == {"engine", "transformers"}
+    assert len(found["correct"]["checks"]) > 50 and len(found["graphs"]["stages"]) == 8
+    assert {step["graphs"] for step in found["steps"]["steps"]} == {True, False}
+    for line in (*found["steps"]["steps"], *found["ops"]["ops"]):
+        assert line["seconds"] > 0, line
+
+    del sections["train"]
+    (tmp_path / "results.json").write_text(json.dumps({**kept, "sections": sections}))
+    late = start("gpu_suite.py", *out, "--resume", "--only", "bandwidth,train", "--minutes", "0")
+    assert late.returncode == 1 and "bandwidth: " not in late.stdout and "train: no time" in late.stdout
