@@ -59,7 +59,7 @@ def explain(
             top=TOP,
             adapter=adapter,
         )
-        scalings = {} if adapter is None else differing_scalings(adapter, lora, module)
+        scalings = differing_scalings(adapter, lora, module) if adapter and lora else {}
         return engine, differing_weights(store, module), scalings, store.version.label
 
     engine, weights, scalings, version = core.loop.call(on_the_loop).result()

@@ -11,6 +11,7 @@ from tokenspeed_rl_kernels.paged_prefill import paged_prefill
 from tokenspeed_rl_kernels.rope_write_kv import rope_write_kv
 from tokenspeed_rl_kernels.sample import SampleOutput, sample
 from tokenspeed_rl_kernels.silu_mul import silu_mul
+from tokenspeed_rl_kernels.step_metadata import step_metadata
 
 __all__ = [
     "SampleOutput",
@@ -21,4 +22,5 @@ __all__ = [
     "rope_write_kv",
     "sample",
     "silu_mul",
+    "step_metadata",
 ]

@@ -1,4 +1,4 @@
-"""`paged_decode` by Triton for all layers of a step: work and scratch are made once, and kept as long as one likes."""
+"""`paged_decode` by Triton for all layers of a step: work and scratch are made once, and may be kept."""
 
 from __future__ import annotations
 

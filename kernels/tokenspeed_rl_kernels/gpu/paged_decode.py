@@ -27,6 +27,8 @@ from tokenspeed_rl_kernels.gpu.attention_tile import (
 from tokenspeed_rl_kernels.gpu.kernel import Build
 from tokenspeed_rl_kernels.registry import INTERPRETED
 
+UNROLL = 1 if INTERPRETED else 8
+"""States that a merge has in flight: it changes no number."""
 PROGRAMS = 4 if INTERPRETED else 16 * 132
 """At most, for the worklist: several times what an H200 runs at once, so that none is left waiting long."""
 
@@ -172,7 +174,7 @@ def builds(shape: AttentionShape) -> tuple[Build, Build]:
     return (
         Build(constants=constants, fp_fusion=False),
         Build(
-            constants={**merged, "SINKS": shape.sinks, "UNROLL": 8},
+            constants={**merged, "SINKS": shape.sinks, "UNROLL": UNROLL},
             num_warps=1,
             num_stages=1,
             fp_fusion=False,
@@ -196,6 +198,13 @@ def work_for(
     return work
 
 
+def scratch_for(page_table: Tensor, shape: AttentionShape) -> DecodeScratch:
+    """Room for these rows, however long their contexts grow."""
+    batch, columns = page_table.shape
+    splits = max_splits(columns, shape.page_size)
+    return DecodeScratch.empty(batch, shape.heads, splits, shape.value_dim, page_table.device)
+
+
 def decode_with(
     q: Tensor,
     k_cache: Tensor,
@@ -206,7 +215,7 @@ def decode_with(
     scratch: DecodeScratch,
     options: AttentionOptions,
 ) -> Tensor:
-    """`paged_decode`, for checked arguments and work that fits them; the scratch may be larger than needed."""
+    """`paged_decode`, for checked arguments and work that fits them; the scratch may be too large."""
     shape = AttentionShape.of(q, k_cache, v_cache, options)
     splits, merged = builds(shape)
     window = window_of(options)
@@ -247,8 +256,7 @@ def launch(
     shape = AttentionShape.of(q, k_cache, v_cache, options)
     page_table = page_table.contiguous()
     work = work_for(page_table, seq_lens, shared, shape)
-    held = max_splits(page_table.shape[1], shape.page_size)
-    scratch = DecodeScratch.empty(len(q), shape.heads, held, shape.value_dim, q.device)
+    scratch = scratch_for(page_table, shape)
     return decode_with(q, k_cache, v_cache, page_table, seq_lens, work, scratch, options)
 
 
