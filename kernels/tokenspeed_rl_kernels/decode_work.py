@@ -32,7 +32,7 @@ class Sharing(NamedTuple):
 
     @classmethod
     def of(cls, shared: Shared, rows_per_item: int) -> "Sharing":
-        """Groups as `paged_decode` takes them, at most ``rows_per_item`` rows reading together; no waiting."""
+        """Groups as `paged_decode` takes them, at most ``rows_per_item`` rows reading together; no wait."""
         _, prefix_lens, group_of_row = shared
         alone = torch.full_like(group_of_row, len(prefix_lens))
         groups, order = torch.where(group_of_row < 0, alone, group_of_row).sort(stable=True)

@@ -128,9 +128,8 @@ def _check(
     batch, indices = len(seq_lens), (seq_lens, page_table, *work.sharing, work.items, work.num_items)
     if batch > MOST_ROWS:
         raise misfit("too many rows", batch, f"decode at most {MOST_ROWS} rows in a step")
-    if page_table.ndim != 2 or any(
-        x.shape != (batch,) for x in (page_table[:, 0], *work.sharing, positions, slots)
-    ):
+    rows = (*work.sharing, positions, slots)
+    if page_table.ndim != 2 or len(page_table) != batch or any(x.shape != (batch,) for x in rows):
         got = shapes(seq_lens=seq_lens, page_table=page_table, positions=positions, slots=slots)
         raise misfit("rows misfit", got, "pass page_table [B, n], and [B] of all else")
     if len(work.items) < (need := batch * max_splits(page_table.shape[1], page_size)):

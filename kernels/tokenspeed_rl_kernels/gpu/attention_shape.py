@@ -11,10 +11,8 @@ from tokenspeed_rl_kernels.attention_options import AttentionOptions
 from tokenspeed_rl_kernels.decode_work import SPLIT
 from tokenspeed_rl_kernels.gpu.kernel import TYPES, Build, Constants, Spec, cdiv, next_power_of_2
 
-QUERIES = 32
-"""Rows of a tile: (token, head) pairs that share a key-value head. At 64, sm_90 takes another instruction."""
-TILE_BYTES = 16 << 10
-"""Of one tile of keys."""
+TILE_BYTES = 8 << 10
+"""Of one tile of keys, or of values."""
 LOG2_E = 1 / log(2)
 EVERYTHING = 2**31 - 1
 """The window of those that have none."""
@@ -48,38 +46,52 @@ class AttentionShape:
         )
 
     @property
-    def head_blocks(self) -> int:
-        """Tiles that it takes to hold the query heads of a key-value head."""
-        return cdiv(self.heads // self.kv_heads, QUERIES)
+    def padded(self) -> tuple[int, int]:
+        """Columns of a tile of keys, and of one of values."""
+        return max(16, next_power_of_2(self.dim)), max(16, next_power_of_2(self.value_dim))
+
+    @property
+    def queries(self) -> int:
+        """Rows of a tile of queries: (token, head) pairs that share a key-value head.
+
+        Each of 8 warps holds them all, so more would take more than 128 registers. From 64 on, sm_90 takes
+        another matrix instruction.
+        """
+        return 32 if max(self.padded) * self.dtype.itemsize <= 128 else 16
 
     @property
     def tile_heads(self) -> int:
-        """Query heads of a key-value head in one tile."""
-        return cdiv(self.heads // self.kv_heads, self.head_blocks)
+        """Query heads of a key-value head that a tile has room for: a power of 2, which saves registers."""
+        return min(self.queries, next_power_of_2(self.heads // self.kv_heads))
+
+    @property
+    def head_blocks(self) -> int:
+        """Tiles that it takes to hold all query heads of a key-value head."""
+        return cdiv(self.heads // self.kv_heads, self.tile_heads)
 
     @property
     def tile_tokens(self) -> int:
-        """Query tokens, or rows, in one tile."""
-        return QUERIES // self.tile_heads
+        """Query tokens, or rows, that a tile has room for."""
+        return self.queries // self.tile_heads
 
-    def constants(self) -> Constants:
-        """Of a kernel that reads tiles."""
-        padded, value_padded = (max(16, next_power_of_2(dim)) for dim in (self.dim, self.value_dim))
-        keys = TILE_BYTES // (max(padded, value_padded) * self.dtype.itemsize)
-        return {
-            "CAPPED": self.capped,
-            "GROUP": self.heads // self.kv_heads,
+    def build(self, constants: Constants) -> Build:
+        """How a kernel that reads tiles is compiled; ``constants`` are its own beside those of all."""
+        dims = {"DIM": self.dim, "VALUE_DIM": self.value_dim}
+        padded = dict(zip(("PADDED", "VALUE_PADDED"), self.padded, strict=True))
+        tile = {
+            "QUERIES": self.queries,
+            "KEYS": max(16, TILE_BYTES // (max(self.padded) * self.dtype.itemsize)),
             "HEADS": self.tile_heads,
-            "KV_HEADS": self.kv_heads,
-            "PAGE": self.page_size,
-            "DIM": self.dim,
-            "VALUE_DIM": self.value_dim,
-            "PADDED": padded,
-            "VALUE_PADDED": value_padded,
-            "QUERIES": QUERIES,
-            "KEYS": min(max(keys, 16), 128),
-            "SPLIT": SPLIT,
+            "GROUP": self.heads // self.kv_heads,
         }
+        cache = {"KV_HEADS": self.kv_heads, "PAGE": self.page_size, "SPLIT": SPLIT, "CAPPED": self.capped}
+        # Page ids are loaded two tiles ahead of keys, which are loaded two tiles ahead of their use.
+        return Build(
+            constants={**dims, **padded, **tile, **cache, **constants},
+            num_warps=8,
+            num_stages=5,
+            fp_fusion=False,
+        )
 
 
 def factors(options: AttentionOptions, dim: int) -> tuple[float, float]:

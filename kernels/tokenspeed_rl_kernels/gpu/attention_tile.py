@@ -59,7 +59,9 @@ def load_rows(base, row, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
     """[rows, PADDED] of contiguous rows of DIM; 0 outside."""
     column = tl.arange(0, PADDED)
     return tl.load(
-        base + row[:, None] * DIM + column[None, :], inside[:, None] & (column < DIM)[None, :], 0.0
+        base + row.to(tl.int64)[:, None] * DIM + column[None, :],
+        inside[:, None] & (column < DIM)[None, :],
+        0.0,
     )
 
 
@@ -67,7 +69,7 @@ def load_rows(base, row, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
 def store_rows(base, row, inside, rows, DIM: tl.constexpr, PADDED: tl.constexpr):
     """Write what `load_rows` reads, in the dtype that lies there."""
     column = tl.arange(0, PADDED)
-    at = base + row[:, None] * DIM + column[None, :]
+    at = base + row.to(tl.int64)[:, None] * DIM + column[None, :]
     tl.store(at, rows.to(base.dtype.element_ty), inside[:, None] & (column < DIM)[None, :])
 
 
@@ -108,7 +110,8 @@ def attend_split(
         slot = (page * KV_HEADS + kv_head) * PAGE + token % PAGE
         k = load_rows(k_cache, slot, inside, DIM, PADDED)
         v = load_rows(v_cache, slot, inside, VALUE_DIM, VALUE_PADDED)
-        seen = (token[None, :] < stop[:, None]) & (token[None, :] >= (stop - window)[:, None])
+        behind = stop[:, None] - token[None, :]
+        seen = (behind > 0) & (behind <= window)
         logits = tl.where(seen, logits_of(q, k, factor, cap, CAPPED), float("-inf"))
         top_both = tl.maximum(top, tl.max(logits, 1))
         base = base_of(top_both)

@@ -5,6 +5,7 @@ It leaves a state per row, head and split; a program of the second merges those 
 split was shared can't be told from its states.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,6 @@ from tokenspeed_rl_kernels.gpu.attention_tile import (
 from tokenspeed_rl_kernels.gpu.kernel import Build
 from tokenspeed_rl_kernels.registry import INTERPRETED
 
-UNROLL = 1 if INTERPRETED else 8
-"""States that a merge has in flight: it changes no number."""
 PROGRAMS = 4 if INTERPRETED else 16 * 132
 """At most, for the worklist: several times what an H200 runs at once, so that none is left waiting long."""
 
@@ -75,7 +74,7 @@ def splits_kernel(
             tl.load(items + at * 3 + 2),
         )
         inside = (lane // HEADS < count) & (head < GROUP)
-        row = tl.load(order + place + lane // HEADS, inside, 0).to(tl.int64)
+        row = tl.load(order + place + lane // HEADS, inside, 0)
         stop = tl.load(seq_lens + row, inside, 0)
         first, last = span_of(stop, window)
         first, last = tl.maximum(first, split * SPLIT), tl.minimum(last, split * SPLIT + SPLIT)
@@ -104,7 +103,7 @@ def splits_kernel(
                 QUERIES,
                 KEYS,
             )
-            state = query * max_splits + split
+            state = query.to(tl.int64) * max_splits + split
             tl.store(tops + state, top, inside)
             tl.store(masses + state, mass, inside)
             store_rows(accs, state, inside, acc, VALUE_DIM, VALUE_PADDED)
@@ -128,7 +127,7 @@ def merge_kernel(
     """Grid (B, Hq)."""
     one = tl.zeros([1], tl.int32)
     head = one + tl.program_id(1)
-    query = (one.to(tl.int64) + tl.program_id(0)) * tl.num_programs(1) + head
+    query = (one + tl.program_id(0)) * tl.num_programs(1) + head
     first, last = span_of(tl.load(seq_lens + tl.program_id(0)) + one, window)
     top = tl.full([1], float("-inf"), tl.float32)
     mass = tl.zeros([1], tl.float32)
@@ -137,7 +136,7 @@ def merge_kernel(
         for step in tl.static_range(8):  # so that loads don't wait for each other
             split = start + step + one
             inside = split * SPLIT < last
-            state = query * max_splits + split
+            state = query.to(tl.int64) * max_splits + split
             top_next = tl.load(tops + state, inside, float("-inf"))
             mass_next = tl.load(masses + state, inside, 0.0)
             acc_next = load_rows(accs, state, inside, VALUE_DIM, VALUE_PADDED)
@@ -167,19 +166,13 @@ class DecodeScratch(NamedTuple):
         return cls(tops, masses, torch.empty(*shape, value_dim, dtype=torch.float32, device=device))
 
 
+@cache
 def builds(shape: AttentionShape) -> tuple[Build, Build]:
     """How both kernels are compiled."""
-    constants = shape.constants()
-    merged = {name: constants[name] for name in ("VALUE_DIM", "VALUE_PADDED", "SPLIT")}
-    return (
-        Build(constants=constants, fp_fusion=False),
-        Build(
-            constants={**merged, "SINKS": shape.sinks, "UNROLL": UNROLL},
-            num_warps=1,
-            num_stages=1,
-            fp_fusion=False,
-        ),
-    )
+    splits = shape.build({})
+    constants = {name: splits.constants[name] for name in ("VALUE_DIM", "VALUE_PADDED", "SPLIT")}
+    merged = Build(constants={**constants, "SINKS": shape.sinks}, num_warps=1, num_stages=1, fp_fusion=False)
+    return splits, merged
 
 
 def work_for(
@@ -198,13 +191,6 @@ def work_for(
     return work
 
 
-def scratch_for(page_table: Tensor, shape: AttentionShape) -> DecodeScratch:
-    """Room for these rows, however long their contexts grow."""
-    batch, columns = page_table.shape
-    splits = max_splits(columns, shape.page_size)
-    return DecodeScratch.empty(batch, shape.heads, splits, shape.value_dim, page_table.device)
-
-
 def decode_with(
     q: Tensor,
     k_cache: Tensor,
@@ -215,7 +201,7 @@ def decode_with(
     scratch: DecodeScratch,
     options: AttentionOptions,
 ) -> Tensor:
-    """`paged_decode`, for checked arguments and work that fits them; the scratch may be too large."""
+    """`paged_decode`, for checked arguments and work that fits; the scratch may be larger than needed."""
     shape = AttentionShape.of(q, k_cache, v_cache, options)
     splits, merged = builds(shape)
     window = window_of(options)
@@ -256,7 +242,8 @@ def launch(
     shape = AttentionShape.of(q, k_cache, v_cache, options)
     page_table = page_table.contiguous()
     work = work_for(page_table, seq_lens, shared, shape)
-    scratch = scratch_for(page_table, shape)
+    held = max_splits(page_table.shape[1], shape.page_size)
+    scratch = DecodeScratch.empty(len(q), shape.heads, held, shape.value_dim, q.device)
     return decode_with(q, k_cache, v_cache, page_table, seq_lens, work, scratch, options)
 
 

@@ -1,5 +1,7 @@
 """`paged_prefill`: a program per tile of queries. See `attention_tile` for what makes it equal to decode."""
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -75,7 +77,7 @@ def prefill_kernel(
     last = tl.load(seq_lens + row) - end + start + tile * (QUERIES // HEADS) + tokens
     stop = tl.where(inside, last - tokens + lane // HEADS + 1, 0)
     first = tl.maximum(last - tokens + 1 - window, 0)
-    query = (token.to(tl.int64) * KV_HEADS + kv_head) * GROUP + head
+    query = (token * KV_HEADS + kv_head) * GROUP + head
     queries = load_rows(q, query, inside, DIM, PADDED)
     pages = page_table + row.to(tl.int64) * table_stride
     top = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -109,9 +111,10 @@ def prefill_kernel(
     store_rows(out, query, inside, acc, VALUE_DIM, VALUE_PADDED)
 
 
+@cache
 def build(shape: AttentionShape) -> Build:
     """How the kernel is compiled."""
-    return Build(constants={**shape.constants(), "SINKS": shape.sinks}, fp_fusion=False)
+    return shape.build({"SINKS": shape.sinks})
 
 
 def launch(
