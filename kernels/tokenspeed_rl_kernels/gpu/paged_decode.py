@@ -31,6 +31,9 @@ from tokenspeed_rl_kernels.registry import INTERPRETED
 PROGRAMS = 4 if INTERPRETED else 16 * 132
 """At most, for the worklist: several times what an H200 runs at once, so that none is left waiting long."""
 
+AHEAD = 6
+"""Splits whose states are being loaded at a time, or merged."""
+
 
 @triton.jit
 def splits_kernel(
@@ -121,27 +124,28 @@ def merge_kernel(
     window,
     VALUE_DIM: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     SPLIT: tl.constexpr,
     SINKS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """Grid (B, Hq)."""
-    one = tl.zeros([1], tl.int32)
-    head = one + tl.program_id(1)
-    query = (one + tl.program_id(0)) * tl.num_programs(1) + head
-    first, last = span_of(tl.load(seq_lens + tl.program_id(0)) + one, window)
-    top = tl.full([1], float("-inf"), tl.float32)
-    mass = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, VALUE_PADDED], tl.float32)
-    for start in range(first // SPLIT, tl.cdiv(last, SPLIT), 8):
-        for step in tl.static_range(8):  # so that loads don't wait for each other
-            split = start + step + one
-            inside = split * SPLIT < last
-            state = query.to(tl.int64) * max_splits + split
-            top_next = tl.load(tops + state, inside, float("-inf"))
-            mass_next = tl.load(masses + state, inside, 0.0)
-            acc_next = load_rows(accs, state, inside, VALUE_DIM, VALUE_PADDED)
-            top, mass, acc = merge(top, mass, acc, top_next, mass_next, acc_next)
-    inside = one == 0
+    """Grid (B, key-value heads, head blocks)."""
+    head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
+    inside = head < GROUP
+    head += tl.program_id(1) * GROUP
+    query = tl.program_id(0) * tl.num_programs(1) * GROUP + head
+    stop = tl.load(seq_lens + tl.program_id(0))
+    first = tl.maximum(stop - window, 0) // SPLIT
+    top = tl.full([HEADS], float("-inf"), tl.float32)
+    mass = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, VALUE_PADDED], tl.float32)
+    for split in tl.range(first, tl.cdiv(stop, SPLIT), num_stages=AHEAD):
+        state = query.to(tl.int64) * max_splits + split
+        top_next = tl.load(tops + state, inside, 0.0)
+        mass_next = tl.load(masses + state, inside, 0.0)
+        acc_next = load_rows(accs, state, inside, VALUE_DIM, VALUE_PADDED)
+        top, mass, acc = merge(top, mass, acc, top_next, mass_next, acc_next)
     acc = finish(top, mass, acc, sinks, head, inside, SINKS)
     store_rows(out, query, inside, acc, VALUE_DIM, VALUE_PADDED)
 
@@ -170,9 +174,10 @@ class DecodeScratch(NamedTuple):
 def builds(shape: AttentionShape) -> tuple[Build, Build]:
     """How both kernels are compiled."""
     splits = shape.build({})
-    constants = {name: splits.constants[name] for name in ("VALUE_DIM", "VALUE_PADDED", "SPLIT")}
-    merged = Build(constants={**constants, "SINKS": shape.sinks}, num_warps=1, num_stages=1, fp_fusion=False)
-    return splits, merged
+    names = "VALUE_DIM", "VALUE_PADDED", "GROUP", "HEADS", "SPLIT"
+    constants = {name: splits.constants[name] for name in names}
+    constants |= {"SINKS": shape.sinks, "AHEAD": AHEAD}
+    return splits, Build(constants=constants, num_warps=4, num_stages=1, fp_fusion=False)
 
 
 def work_for(
@@ -225,7 +230,8 @@ def decode_with(
     )
     out = q.new_empty(*q.shape[:2], shape.value_dim)
     sinks = out if options.sinks is None else options.sinks
-    merged.run(merge_kernel, out.shape[:2], *scratch, seq_lens, sinks, out, splits_held, window)
+    grid = len(q), shape.kv_heads, shape.head_blocks
+    merged.run(merge_kernel, grid, *scratch, seq_lens, sinks, out, splits_held, window)
     return out
 
 
