@@ -19,6 +19,7 @@ from torch import Tensor
 from tokenspeed_rl_kernels.checks import misfit, shapes
 from tokenspeed_rl_kernels.filters import filter_logits
 from tokenspeed_rl_kernels.gumbel import gumbel, row_keys, substream
+from tokenspeed_rl_kernels.registry import op, runs_triton
 
 BLOCK = 256
 """Tokens per block. Part of the definition of a draw: another size draws other tokens."""
@@ -93,11 +94,43 @@ def sample(
     Raises:
         ValueError: shapes misfit.
     """
+    return SampleOutput(*sample_columns(logits, temperature, top_k, top_p, min_p, seeds, positions))
+
+
+def _fake(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = len(logits)
+    raw, sampling, processed = (logits.new_empty(rows) for _ in range(3))
+    return seeds.new_empty(rows), raw, sampling, processed
+
+
+@op(_fake)
+def sample_columns(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`sample`, its output's columns a plain tuple, as torch wants it of an op."""
     rows = logits.shape[:1]
     columns = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     columns |= {"seeds": seeds, "positions": positions}
     if logits.ndim != 2 or any(column.shape != rows for column in columns.values()):
         raise misfit("shapes misfit", shapes(logits=logits, **columns), "pass logits [B, V] and the rest [B]")
+    if runs_triton(logits):
+        from tokenspeed_rl_kernels.gpu import sample as gpu
+
+        return gpu.launch(logits, temperature, top_k, top_p, min_p, seeds, positions)
     greedy = temperature == 0
     raw = block_logsumexp(logits)
     scaled = scale_logits(logits, temperature)
@@ -108,7 +141,7 @@ def sample(
     tokens = draw(kept, seeds, positions, blocks=processed)
     if bool(greedy.any()):
         tokens = torch.where(greedy & (tokens >= 0), argmax(logits), tokens)
-    return SampleOutput(
+    return (
         tokens,
         token_logprob(logits, tokens, raw),
         token_logprob(scaled, tokens, sampling),
