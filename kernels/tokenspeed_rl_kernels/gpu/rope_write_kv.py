@@ -57,26 +57,27 @@ def rope_write_kv_kernel(
     Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     if block < Q_BLOCKS:
         head = (block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
-        inside = (head < HEADS) & in_half
+        in_q = (head < HEADS) & in_half
         at = token * q_token + head.to(tl.int64) * q_head + half
-        first, second = _rotated(q, at, inside, half, in_half, q_norm, cos, sin, eps, Q_NORM, HALF)
+        first, second = _rotated(q, at, in_q, half, in_half, q_norm, cos, sin, eps, Q_NORM, HALF)
         to = (token * HEADS + head) * 2 * HALF + half
-        tl.store(out + to, first, inside)
-        tl.store(out + to + HALF, second, inside)
+        tl.store(out + to, first, in_q)
+        tl.store(out + to + HALF, second, in_q)
     else:
         slot = tl.load(slots + token).to(tl.int64)
         head = ((block - Q_BLOCKS) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]
         written = head < tl.where((slot >= 0) & (slot < slot_count), KV_HEADS, 0)
         line = (slot // PAGE * KV_HEADS + head) * PAGE + slot % PAGE
-        inside = written & in_half
+        in_k = written & in_half
         at = token * k_token + head.to(tl.int64) * k_head + half
-        first, second = _rotated(k, at, inside, half, in_half, k_norm, cos, sin, eps, K_NORM, HALF)
-        tl.store(k_cache + line * 2 * HALF + half, first, inside)
-        tl.store(k_cache + line * 2 * HALF + HALF + half, second, inside)
+        first, second = _rotated(k, at, in_k, half, in_half, k_norm, cos, sin, eps, K_NORM, HALF)
+        to = line * 2 * HALF + half
+        tl.store(k_cache + to, first, in_k)
+        tl.store(k_cache + to + HALF, second, in_k)
         value = tl.arange(0, BLOCK_VALUE)
-        inside = written & (value < VALUE)
-        at = token * v_token + head.to(tl.int64) * v_head + value
-        tl.store(v_cache + line * VALUE + value, tl.load(v + at, inside, 0.0), inside)
+        in_v = written & (value < VALUE)
+        read = token * v_token + head.to(tl.int64) * v_head + value
+        tl.store(v_cache + line * VALUE + value, tl.load(v + read, in_v, 0.0), in_v)
 
 
 def build(
