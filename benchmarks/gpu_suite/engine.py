@@ -44,25 +44,24 @@ def compare(machine: Machine, shape: Shape, until: float) -> list[dict[str, Any]
     whole = lengths(len(ids), 1.0)
     tokens = 1 << 12 if machine.dry else sum(whole) + len(ids) * (length + 32)
     model = config(shape)
-    peer, problem = make_peer(machine, model, ids, until)
-    with engine(machine, model, max_total_tokens=tokens) as made:
+    peer, pilot, problem = make_peer(machine, model, ids, until)
+    settings = {"max_total_tokens": tokens, "max_model_len": length + LONGEST + 16}
+    with engine(machine, model, **settings) as made:
         if peer is not None:
             made.update_weights_from_tensor(peer.weights())
         runs: dict[str, Run] = {"engine": partial(serve, made, ids)}
         if peer is not None:
             runs["transformers"] = partial(peer.run, ids)
-        scale = what_fits(machine, runs, len(ids), until)
+        serve(made, ids, few(ids))
+        scale = what_fits(machine, pilot + max(serve(made, ids, few(ids))), until)
         asked = lengths(len(ids), scale)
         about = {"scale": scale, "longest": max(asked)}
         lines = [
             {"who": who, **about, **measured(machine, shape, run(asked), asked, length, samples)}
             for who, run in runs.items()
         ]
-        if (
-            scale < 1
-            and not machine.dry
-            and lines[0]["seconds"] / scale < HEADROOM * (until - time.monotonic())
-        ):
+        left = HEADROOM * (until - time.monotonic())
+        if scale < 1 and not machine.dry and lines[0]["seconds"] / scale < left:
             alone = measured(machine, shape, runs["engine"](whole), whole, length, samples)
             lines.append({"who": "engine alone", "scale": 1.0, "longest": max(whole), **alone})
     return lines if peer is not None else [*lines, {"who": "transformers", "problem": problem}]
@@ -76,23 +75,26 @@ def lengths(count: int, scale: float) -> list[int]:
     return scaled
 
 
-def make_peer(machine: Machine, model: Any, ids: list[list[int]], until: float) -> tuple[Peer | None, str]:
-    """It, having served a little; or None, and why."""
+def few(ids: list[list[int]]) -> list[int]:
+    """The lengths of a pilot."""
+    return lengths(len(ids), 1 / PILOT)
+
+
+def make_peer(
+    machine: Machine, model: Any, ids: list[list[int]], until: float
+) -> tuple[Peer | None, float, str]:
+    """It, and the seconds of its pilot; or None, and why."""
     try:
         peer = Peer(machine, model, until)
-        peer.run(ids, lengths(len(ids), 1 / PILOT))
+        return peer, max(peer.run(ids, few(ids))), ""
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
-    return peer, ""
+        return None, 0.0, f"{type(error).__name__}: {error}"
 
 
-def what_fits(machine: Machine, runs: dict[str, Run], count: int, until: float) -> float:
-    """By which the lengths must be multiplied, at most 1."""
-    few = lengths(count, 1 / PILOT)
-    runs["engine"](few)
-    pilot = sum(max(run(few)) for run in runs.values())
-    left = HEADROOM * (until - time.monotonic())
-    return 1 / PILOT if machine.dry else min(1.0, max(1.0, left / pilot) / PILOT)
+def what_fits(machine: Machine, pilot: float, until: float) -> float:
+    """By which the lengths must be multiplied, at most 1, if both pilots took so many seconds."""
+    whole = HEADROOM * (until - time.monotonic()) / pilot
+    return 1 / PILOT if machine.dry else min(1.0, max(1.0, whole) / PILOT)
 
 
 def serve(made: Engine, ids: list[list[int]], asked: list[int]) -> Ends:

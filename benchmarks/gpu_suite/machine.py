@@ -107,19 +107,23 @@ class Machine:
 
 
 def capture(act: Act) -> Act | None:
-    """A CUDA graph of `act`, warmed up, as what replays it; None: it synchronises, and can't be one."""
+    """A CUDA graph of `act`, warmed up, as what replays it; None: it synchronises, and can't be one.
+
+    That is found out beforehand: a capture that fails leaves torch's generator unusable.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(2):
+        act()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
             act()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
+        except RuntimeError:
+            return None
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            act()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return None
+    with torch.cuda.graph(graph):
+        act()
     return graph.replay

@@ -204,16 +204,18 @@ def products(machine: Machine, shape: Shape, rows: int, context: int) -> Iterato
 
 
 def head(machine: Machine, shape: Shape, rows: int, context: int) -> Iterator[Case]:
-    """The draw, with a temperature alone and with filters."""
+    """The draw, with a temperature alone and with top-p; torch's is without filter and logprobs."""
     logits = machine.blank(rows, shape.vocab).float()
     ones, zeros = (make(rows, device=machine.device) for make in (torch.ones, torch.zeros))
     seeds = torch.arange(rows, device=machine.device)
+    heat, no_k = ones * 0.8, zeros.long()
+    noise = torch.ones_like(logits)  # drawing it is not timed
     for name, top_p in (("sample", ones), ("sample, top-p", ones * 0.9)):
         yield Case(
             op=name,
             nbytes=logits.nbytes,
-            ours=lambda top_p=top_p: sample(logits, ones * 0.8, zeros.long(), top_p, zeros, seeds, seeds),
-            torchs=lambda: torch.multinomial((logits / 0.8).softmax(1), 1),
+            ours=lambda top_p=top_p: sample(logits, heat, no_k, top_p, zeros, seeds, seeds),
+            torchs=lambda: ((logits / 0.8).softmax(1) / noise).argmax(1),
         )
 
 

@@ -72,7 +72,7 @@ def _scores(machine: Machine, checks: Checks) -> None:
         return log.gather(1, targets.unsqueeze(1)).squeeze(1), -(log.exp() * log).sum(1)
 
     def results(function: object, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        leaves = [x.to(dtype).requires_grad_() for x in given]
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in given]
         logprob, entropy = function(*leaves)  # type: ignore[operator]
         (logprob.sum() + 0.1 * entropy.sum()).backward()
         return logprob.detach(), entropy.detach(), *(leaf.grad for leaf in leaves)
