@@ -64,7 +64,10 @@ def compare(machine: Machine, shape: Shape, until: float) -> list[dict[str, Any]
         if scale < 1 and not machine.dry and lines[0]["seconds"] / scale < left:
             alone = measured(machine, shape, runs["engine"](whole), whole, length, samples)
             lines.append({"who": "engine alone", "scale": 1.0, "longest": max(whole), **alone})
-    return lines if peer is not None else [*lines, {"who": "transformers", "problem": problem}]
+    if peer is None:
+        return [*lines, {"who": "transformers", "problem": problem}]
+    lines[1]["attention"] = peer.attention
+    return lines
 
 
 def lengths(count: int, scale: float) -> list[int]:

@@ -48,16 +48,16 @@ def run(machine: Machine, found: dict[str, Any]) -> None:
         found |= {"bytes_awake": held - bare, "residue_bytes": machine.used() - bare}
         graphed.resume_memory_occupation()
         with engine(machine, model, graphs=False, **settings) as plain:
-            stages["awake"] = compare(plain, roll(machine, plain), roll(machine, graphed))
+            expected = roll(machine, plain)
+            stages["awake"] = compare(plain, expected, roll(machine, graphed))
             for name, tags in SLEEPS.items():
-                stages[name] = sleep(machine, graphed, tags) | compare(
-                    plain, roll(machine, plain), roll(machine, graphed)
-                )
-            before, weights = roll(machine, plain), other_weights(graphed)
+                slept = sleep(machine, graphed, tags)
+                stages[name] = slept | compare(plain, expected, roll(machine, graphed))
+            weights = other_weights(graphed)
             for each in (graphed, plain):
                 each.update_weights_from_tensor(weights)
             changed = roll(machine, plain)
-            assert ids(changed) != ids(before), "an update with other weights changes what is said"
+            assert ids(changed) != ids(expected), "an update with other weights changes what is said"
             stages["updated"] = compare(plain, changed, roll(machine, graphed))
             slept = sleep(machine, graphed, None)
             stages["updated, all slept"] = slept | compare(plain, changed, roll(machine, graphed))

@@ -29,15 +29,16 @@ class Peer:
         self._settings = {"use_cuda_graph": True, "seed": 0, "return_logprobs": True}
         if machine.dry:
             self._settings |= {"num_blocks": 64, "max_batch_tokens": 256}
-        attention = "flash_attention_2"
+        self.attention = "flash_attention_2"
+        """How it attends."""
         if not (machine.cuda and find_spec("flash_attn")):
             # The package isn't there, and nothing must be fetched in its place.
             names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-            attention = "sdpa" if "auto_switch_to_flash" in names else "paged|sdpa"
-            self._settings |= {"auto_switch_to_flash": False} if attention == "sdpa" else {}
+            self.attention = "sdpa" if "auto_switch_to_flash" in names else "paged|sdpa"
+            self._settings |= {"auto_switch_to_flash": False} if self.attention == "sdpa" else {}
         with torch.device(machine.device):
             self._model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=attention
+                config, dtype=torch.bfloat16, attn_implementation=self.attention
             ).eval()
 
     def weights(self) -> dict[str, Tensor]:

@@ -6,8 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 LIMIT = 100.0
+SUITE_LIMIT = 240.0
+"""It takes 25 s where nothing else runs."""
 
 
 def start(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -16,7 +20,7 @@ def start(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(ROOT / "benchmarks" / script), *arguments],
         capture_output=True,
         text=True,
-        timeout=LIMIT,
+        timeout=SUITE_LIMIT if script == "gpu_suite.py" else LIMIT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -68,6 +72,7 @@ def test_step_profile(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.timeout(2 * SUITE_LIMIT)
 def test_gpu_suite(tmp_path: Path) -> None:
     """What a GPU will run works in toy shapes on the CPU, section by section, and goes on where it was."""
     out = ("--dry-run", "--out", str(tmp_path))
