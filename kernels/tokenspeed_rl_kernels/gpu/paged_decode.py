@@ -196,6 +196,13 @@ def work_for(
     return work
 
 
+def scratch_for(page_table: Tensor, shape: AttentionShape) -> DecodeScratch:
+    """Room for these rows, however long their contexts grow."""
+    batch, columns = page_table.shape
+    splits = max_splits(columns, shape.page_size)
+    return DecodeScratch.empty(batch, shape.heads, splits, shape.value_dim, page_table.device)
+
+
 def decode_with(
     q: Tensor,
     k_cache: Tensor,
@@ -248,8 +255,7 @@ def launch(
     shape = AttentionShape.of(q, k_cache, v_cache, options)
     page_table = page_table.contiguous()
     work = work_for(page_table, seq_lens, shared, shape)
-    held = max_splits(page_table.shape[1], shape.page_size)
-    scratch = DecodeScratch.empty(len(q), shape.heads, held, shape.value_dim, q.device)
+    scratch = scratch_for(page_table, shape)
     return decode_with(q, k_cache, v_cache, page_table, seq_lens, work, scratch, options)
 
 

@@ -100,7 +100,11 @@ def test_rows_without_a_distribution():
 
 def test_off():
     """Greedy rows and rows with nothing on keep everything: no floor, whatever else is set."""
-    columns = torch.tensor([3, 0, 300, 2**40]), torch.tensor([0.5, 1.0, 2.0, 1.0]), torch.tensor([0.1, 0, 0, 0])
+    columns = (
+        torch.tensor([3, 0, 300, 2**40]),
+        torch.tensor([0.5, 1.0, 2.0, 1.0]),
+        torch.tensor([0.1, 0, 0, 0]),
+    )
     heat = torch.tensor([0.0, 1.0, 0.7, 0.7])
     assert gpu.find_floors(torch.randn(4, 300), heat, *columns)[2].tolist() == [0] * 4
 
