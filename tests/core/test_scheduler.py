@@ -1,6 +1,5 @@
 """The scheduler under random requests and disturbances, and its promises one by one."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.calls import calls_of
+from tokenspeed_rl.core.batch import StepPlan
 from tokenspeed_rl.core.request import Request, Status
 
 BROKEN = 99
@@ -193,15 +194,10 @@ def schedule_calls(simulation: Callable[..., Any], queued: int) -> int:
     for number in range(queued):
         sim.add([1, 2, number], max_new=2)
     calls = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
     for _ in range(10):
-        sys.setprofile(count)
-        plan = sim.scheduler.schedule()
-        sys.setprofile(None)
+        plans: list[StepPlan] = []
+        calls += calls_of(lambda found=plans: found.append(sim.scheduler.schedule()))
+        plan = plans[0]
         sim.scheduler.advance(plan)
         for request in [*plan.decodes, *(chunk.request for chunk in plan.chunks)]:
             request.record(1, "")
