@@ -111,6 +111,8 @@ def paged_prefill(
     if query_start.shape != (len(seq_lens) + 1,):
         got = shapes(query_start=query_start, seq_lens=seq_lens)
         raise misfit("query_start misshapen", got, "pass query_start [B + 1]")
+    if len(q) and not len(seq_lens):
+        raise misfit("query_start misses the end of q", shapes(q=q), "pass query_start[-1] queries")
     if runs_triton(q):
         from tokenspeed_rl_kernels.gpu import paged_prefill as gpu
 

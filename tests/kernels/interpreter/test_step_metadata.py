@@ -34,3 +34,11 @@ def test_equals_the_reference(case, advance):
             assert torch.equal(mine.items, its.items) and torch.equal(mine.num_items, its.num_items)
         else:
             assert torch.equal(mine, its)
+
+
+def test_has_a_fake():
+    """The registered op says what it writes."""
+    lens, table, work, positions, slots = inputs_of(CASES[0])
+    tensors = lens, table, *work.sharing, positions, slots, work.items, work.num_items
+    op, checks = torch.ops.tokenspeed_rl.step_metadata.default, ("test_schema", "test_faketensor")
+    torch.library.opcheck(op, tensors, {"page_size": 16, "advance": True}, test_utils=checks)
