@@ -21,7 +21,7 @@ def test_rows_that_share_become_neighbours():
 
 
 def test_a_step():
-    """Lengths grow, rows that aren't there stay away, shared splits are read by the first of those that share."""
+    """Lengths grow, absent rows stay away, shared splits are read by the first of those that share them."""
     sharing = Sharing(int32(2, 0, 1, 3), int32(256, 256, 0, 0), int32(2, 0, 1, 1))
     table = torch.arange(4 * 40, dtype=torch.int32).view(4, 40)
     lens, work = int32(300, -1, 511, 639), DecodeWork.empty(sharing, max_splits(40, 16))

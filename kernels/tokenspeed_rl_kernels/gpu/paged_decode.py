@@ -25,17 +25,17 @@ from tokenspeed_rl_kernels.gpu.attention_tile import (
     span_of,
     store_rows,
 )
-from tokenspeed_rl_kernels.gpu.kernel import Build
+from tokenspeed_rl_kernels.gpu.kernel import Build, cdiv
 from tokenspeed_rl_kernels.registry import INTERPRETED
 
-PROGRAMS = 4 if INTERPRETED else 16 * 132
-"""At most, for the worklist: several times what an H200 runs at once, so that none is left waiting long."""
+PROGRAMS = 8 if INTERPRETED else 4 * 132
+"""At most, of the first kernel: twice what an H200 runs at once. Those that find no work take time, too."""
 
 AHEAD = 6
 """Splits whose states are being loaded at a time, or merged."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("table_stride", "max_splits", "window"))
 def splits_kernel(
     q,
     k_cache,
@@ -112,7 +112,7 @@ def splits_kernel(
             store_rows(accs, state, inside, acc, VALUE_DIM, VALUE_PADDED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("max_splits", "window"))
 def merge_kernel(
     tops,
     masses,
@@ -216,11 +216,11 @@ def decode_with(
     """`paged_decode`, for checked arguments and work that fits; the scratch may be larger than needed."""
     shape = AttentionShape.of(q, k_cache, v_cache, options)
     splits, merged = builds(shape)
-    window = window_of(options)
+    window, heads = window_of(options), shape.kv_heads * shape.head_blocks
     q, splits_held = q.contiguous(), scratch.tops.shape[2]
     splits.run(
         splits_kernel,
-        (min(PROGRAMS, len(work.items)), shape.kv_heads, shape.head_blocks),
+        (min(cdiv(PROGRAMS, heads), len(work.items)), shape.kv_heads, shape.head_blocks),
         q,
         k_cache,
         v_cache,
@@ -236,7 +236,7 @@ def decode_with(
         *factors(options, shape.dim),
     )
     out = q.new_empty(*q.shape[:2], shape.value_dim)
-    sinks = out if options.sinks is None else options.sinks
+    sinks = out if options.sinks is None else options.sinks.contiguous()
     grid = len(q), shape.kv_heads, shape.head_blocks
     merged.run(merge_kernel, grid, *scratch, seq_lens, sinks, out, splits_held, window)
     return out
@@ -253,7 +253,7 @@ def launch(
 ) -> Tensor:
     """The op, for checked arguments."""
     shape = AttentionShape.of(q, k_cache, v_cache, options)
-    page_table = page_table.contiguous()
+    page_table, seq_lens = page_table.int().contiguous(), seq_lens.int().contiguous()
     work = work_for(page_table, seq_lens, shared, shape)
     scratch = scratch_for(page_table, shape)
     return decode_with(q, k_cache, v_cache, page_table, seq_lens, work, scratch, options)

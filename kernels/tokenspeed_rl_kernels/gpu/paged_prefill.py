@@ -34,7 +34,7 @@ def place_of(query_start, rows, TOKENS: tl.constexpr):
     return row, tl.program_id(0) - tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "table_stride", "window"))
 def prefill_kernel(
     q,
     k_cache,
@@ -129,6 +129,7 @@ def launch(
     """The op, for checked arguments; lengths and starts are the kernel's to read."""
     shape = AttentionShape.of(q, k_cache, v_cache, options)
     rows, q = len(seq_lens), q.contiguous()
+    page_table, query_start, seq_lens = (x.int().contiguous() for x in (page_table, query_start, seq_lens))
     out = q.new_empty(*q.shape[:2], shape.value_dim)
     build(shape).run(
         prefill_kernel,
@@ -139,7 +140,7 @@ def launch(
         page_table,
         query_start,
         seq_lens,
-        out if options.sinks is None else options.sinks,
+        out if options.sinks is None else options.sinks.contiguous(),
         out,
         rows,
         page_table.stride(0),

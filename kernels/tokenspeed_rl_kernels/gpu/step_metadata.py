@@ -8,7 +8,7 @@ from tokenspeed_rl_kernels.decode_work import SPLIT, DecodeWork
 from tokenspeed_rl_kernels.gpu.kernel import Build, Spec, next_power_of_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows", "columns", "table_stride"))
 def step_metadata_kernel(
     seq_lens,
     page_table,

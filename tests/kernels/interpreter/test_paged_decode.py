@@ -147,7 +147,7 @@ def test_softcap_far_out(sign):
 
 
 def test_one_launch_serves_any_lengths(paged):
-    """What a captured graph replays: buffers and grids stay, lengths grow over a split's border, rows come."""
+    """What a captured graph replays: buffers and grids stay; lengths cross a split's border, a row joins."""
     c = paged(Case(name="growing", lens=(258, 40, 300), dim=16), 3)
     lens = torch.tensor([254, -1, 100], dtype=torch.int32)
     splits = max_splits(c.table.shape[1], 16)
