@@ -88,6 +88,12 @@ def kept_kernel(
 
 
 @triton.jit
+def _argmax(scores):
+    """The first largest of [N]; NaN, of which nothing will be made, isn't compared."""
+    return tl.argmax(tl.where(scores == scores, scores, float("-inf")), 0)
+
+
+@triton.jit
 def draw_kernel(
     logits,
     temperature,
@@ -126,14 +132,14 @@ def draw_kernel(
         processed = tl.load(blocks + 3 * BLOCKS + block, real, float("-inf"))
 
     key = row_key(tl.load(seeds + row), tl.load(positions + row))
-    drawn = tl.argmax(processed.to(tl.float64) + gumbel(substream(key, 1), block), 0)
-    first = tl.where(greedy, tl.argmax(largest, 0), drawn) * BLOCK
+    drawn = _argmax(processed.to(tl.float64) + gumbel(substream(key, 1), block))
+    first = tl.where(greedy, _argmax(largest), drawn) * BLOCK
     ids = first + tl.arange(0, BLOCK)
     x = tl.load(logits + ids, ids < VOCAB, float("-inf"))
     value = scale(x, peak, heat)
     value = tl.where(rank_of(value, ids) >= floor, value, float("-inf"))
-    drawn = tl.argmax(value.to(tl.float64) + gumbel(substream(key, 2), ids), 0)
-    token = first + tl.where(greedy, tl.argmax(x, 0), drawn)
+    drawn = _argmax(value.to(tl.float64) + gumbel(substream(key, 2), ids))
+    token = first + tl.where(greedy, _argmax(x), drawn)
 
     total, total_kept = tl.sum(tl.exp(raw), 0), tl.sum(tl.exp(processed), 0)
     sound = (total > 0.0) & (total < float("inf")) & (total_kept > 0.0) & (total_kept < float("inf"))
@@ -235,7 +241,7 @@ def _spec(name: str, kernel: triton.JITFunction, vocab: int, build: Build) -> Sp
 
 SPECS = tuple(
     _spec(name, kernel, vocab, builds(vocab, vocab)[which])
-    for vocab in (151936, 1000)
+    for vocab in (151936, 49152)
     for name, kernel, which in (
         ("blocks", blocks_kernel, 0),
         ("floors", floors_kernel, 1),
