@@ -92,7 +92,7 @@ def sample(
         Tokens and logprobs; -1 and NaN where a row has a NaN, an infinite or no finite logit.
 
     Raises:
-        ValueError: shapes misfit.
+        ValueError: shapes misfit, or a GPU is given a vocabulary of more than 2^20 tokens.
     """
     return SampleOutput(*sample_columns(logits, temperature, top_k, top_p, min_p, seeds, positions))
 

@@ -72,9 +72,17 @@ def _kth_largest(ranks, k):
 
 @triton.jit
 def _put_aside(
-    logits, candidates, least, peak, heat, VOCAB: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr
+    logits,
+    candidates,
+    low,
+    high,
+    peak,
+    heat,
+    VOCAB: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Write the ranks of a row from `least` on, if they fit -> their number, and the weight of all tokens."""
+    """Write a row's ranks in low .. high - 1, as many as fit -> their number, and all tokens' weight."""
     summit = scale(peak, peak, heat)
     number = tl.full([], 0, tl.int32)
     weight = tl.zeros([CHUNK], tl.int64)
@@ -83,7 +91,7 @@ def _put_aside(
         value = scale(tl.load(logits + ids, ids < VOCAB, float("-inf")), peak, heat)
         weight += _weigh(value, summit, ids < VOCAB)
         rank = rank_of(value, ids)
-        chosen = ((rank >= least) & (ids < VOCAB)).to(tl.int32)
+        chosen = ((rank >= low) & (rank < high) & (ids < VOCAB)).to(tl.int32)
         place = number + tl.cumsum(chosen, 0) - chosen
         tl.store(candidates + place, rank, (chosen == 1) & (place < CAPACITY))
         number += tl.sum(chosen, 0)
@@ -140,18 +148,22 @@ def _search(
     `inside` tokens rank from `low` on, which isn't too high; nor is it too low if there are too few.
     """
     high = rank_of(scale(peak, peak, heat), 0) + 1
-    outside = tl.full([], 0, tl.int32)
+    outside, outside_weight = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
+    beyond, beyond_weight = outside, outside_weight  # of the candidates
     while (high - low > 1) & (inside - outside > 1):
+        if (number > CAPACITY) & (inside - outside <= CAPACITY):
+            number, _ = _put_aside(logits, candidates, low, high, peak, heat, VOCAB, CAPACITY, CHUNK)
+            beyond, beyond_weight = outside, outside_weight
         middle = low + ((high - low) >> 1)
         count, weight = _above(middle, logits, candidates, number, peak, heat, VOCAB, CAPACITY, CHUNK)
-        if BY_WEIGHT:
-            enough = weight >= goal
-        else:
-            enough = count >= goal
+        count += beyond
+        weight += beyond_weight
+        enough = (weight if BY_WEIGHT else count) >= goal
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle)
         inside = tl.where(enough, count, inside)
         outside = tl.where(enough, outside, count)
+        outside_weight = tl.where(enough, outside_weight, weight)
     return low, inside
 
 
@@ -208,7 +220,8 @@ def floors_kernel(
                 # Tokens below, were there VOCAB of them, would sum to less than 1 - p.
                 tail = (1.0 - p) * total * SLACK / VOCAB
                 floor = tl.maximum(rank_of(summit + tl.log(tail), LAST_ID), LOWEST)
-            number, weight = _put_aside(logits, candidates, floor, peak, heat, VOCAB, CAPACITY, CHUNK)
+            top = rank_of(summit, 0) + 1
+            number, weight = _put_aside(logits, candidates, floor, top, peak, heat, VOCAB, CAPACITY, CHUNK)
             inside = number
             if limited:
                 floor, inside = _search(

@@ -76,9 +76,9 @@ def kept_kernel(
         heat, peak = heat_of(tl.load(temperature + row)), tl.load(peaks + row)
         out = blocks + row * 4 * BLOCKS + block
         highest = scale(tl.load(out, block < BLOCKS, float("-inf")), peak, heat)
-        open = rank_of(highest, block * BLOCK) >= floor  # the others aren't read
+        some = rank_of(highest, block * BLOCK) >= floor  # of it stay; others aren't read
         ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(logits + row * STRIDE + ids, open[:, None] & (ids < VOCAB), float("-inf"))
+        x = tl.load(logits + row * STRIDE + ids, some[:, None] & (ids < VOCAB), float("-inf"))
         value = scale(x, peak, heat)
         value = tl.where(rank_of(value, ids) >= floor, value, float("-inf"))
         largest = tl.max(value, 1)
@@ -112,7 +112,7 @@ def draw_kernel(
     BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Tokens [B] int64 and their logprobs [B] fp32 by the blocks; TILE >= BLOCKS is a power of 2; grid (B,)."""
+    """tokens [B] int64 and their logprobs [B] fp32; TILE >= BLOCKS is a power of 2; grid (B,)."""
     row = tl.program_id(0).to(tl.int64)
     temperature, floor, peak = tl.load(temperature + row), tl.load(floors + row), tl.load(peaks + row)
     heat = heat_of(temperature)
