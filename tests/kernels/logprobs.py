@@ -27,7 +27,10 @@ def gradients(
 ) -> list[Tensor]:
     """Both results of the function, and the gradients of a loss of both, computed in the dtype."""
     hidden, weight, targets = arguments
-    tensors = [None if t is None else t.to(dtype).requires_grad_() for t in (hidden, weight, options["bias"])]
+    tensors = [
+        None if t is None else t.to(dtype, copy=True).requires_grad_()
+        for t in (hidden, weight, options["bias"])
+    ]
     logprob, entropy = function(*tensors[:2], targets, bias=tensors[2], temperature=options["temperature"])
     sign = torch.linspace(-1, 2, len(targets), dtype=logprob.dtype)
     (logprob @ sign + (entropy.square() * sign).sum()).backward()
