@@ -79,9 +79,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from tokenspeed_rl_kernels.gpu import add_rms_norm as gpu
 
         return gpu.launch(x, None, weight, eps)[0]
-    wide = x.float()
-    scaled = wide * (wide * wide).mean(1, keepdim=True).add_(eps).rsqrt_()
-    return scaled.to(x.dtype).mul_(weight) if weight.dtype == x.dtype else weight * scaled.to(x.dtype)
+    return _norm(x, weight, eps)
 
 
 @op(_add_rms_norm_fake)
@@ -91,7 +89,13 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tu
 
         return gpu.launch(x, residual, weight, eps)
     total = x + residual
-    return _rms_norm(total, weight, eps), total
+    return _norm(total, weight, eps), total
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    scaled = wide * (wide * wide).mean(1, keepdim=True).add_(eps).rsqrt_()
+    return scaled.to(x.dtype).mul_(weight) if weight.dtype == x.dtype else weight * scaled.to(x.dtype)
 
 
 def reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Every kernel in every listed configuration, compiled for GPUs that aren't here: what it takes and consists of.
+"""Every kernel in every listed configuration, compiled for GPUs that aren't here: what it takes and has.
 
 The golden file is renewed by ``python -m tokenspeed_rl_kernels.aot --json tests/kernels/aot/golden.json``.
 """
