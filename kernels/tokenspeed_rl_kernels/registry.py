@@ -23,7 +23,7 @@ def runs_triton(tensor: Tensor) -> bool:
 
 
 def op(fake: Callable[P, R], *, mutates: tuple[str, ...] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register a function as ``torch.ops.tokenspeed_rl.<name>``, less leading underscores, for every device.
+    """Register a function as ``torch.ops.tokenspeed_rl.<name without leading underscore>``, for every device.
 
     `torch.library.custom_op` does the same and costs 12 us a call, this 2. There is no derivative.
 

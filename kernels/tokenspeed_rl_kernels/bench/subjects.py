@@ -174,7 +174,8 @@ def _paged(s: Setting, model: Model, rows: int) -> tuple[Pair, Pair, Tensor, Ten
 
     def paged(x: Tensor) -> Tensor:
         pages = x.unflatten(2, (-1, PAGE)).transpose(1, 2).flatten(0, 1)
-        return pages.new_empty(pages.shape).index_copy_(0, table.flatten(), pages)
+        shuffled: Tensor = pages.new_empty(pages.shape).index_copy_(0, table.flatten(), pages)
+        return shuffled
 
     lens = torch.full((rows,), s.context, dtype=torch.int32, device=s.device)
     return (keys, values), (paged(keys), paged(values)), table.int(), lens

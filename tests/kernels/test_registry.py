@@ -1,0 +1,30 @@
+"""Kernels as torch ops: what they promise to torch, and what their fakes say, is what they do."""
+
+import pytest
+import torch
+
+from tests.kernels.test_rope_write_kv import CASES, inputs
+from tokenspeed_rl_kernels import add_rms_norm, rope_write_kv, silu_mul  # noqa: F401  (they register)
+
+
+def rope_arguments(case):
+    *tensors, options = inputs(case, torch.bfloat16)
+    return tuple(tensors), options
+
+
+CALLS = {
+    "silu_mul": ((torch.randn(3, 8),), {}),
+    "rms_norm": ((torch.randn(3, 8), torch.randn(8), 1e-5), {}),
+    "rms_norm wide": ((torch.randn(3, 8).half(), torch.randn(8), 1e-5), {}),
+    "add_rms_norm": ((torch.randn(3, 8), torch.randn(3, 8), torch.randn(8), 1e-5), {}),
+    "rope_write_kv": rope_arguments(CASES[5]),
+    "rope_write_kv normed": rope_arguments(CASES[3]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ops_keep_their_promises(name):
+    """The schema names all that is written, no result is an argument, and fakes tell shapes and dtypes."""
+    args, kwargs = CALLS[name]
+    op = getattr(torch.ops.tokenspeed_rl, name.split()[0]).default
+    torch.library.opcheck(op, args, kwargs, test_utils=("test_schema", "test_faketensor"))
