@@ -3,24 +3,17 @@
 import torch
 from torch import Tensor
 
-from tokenspeed_rl_kernels import sample
-
-try:
-    from tokenspeed_rl_kernels import linear_logprob
-except ImportError:
-    linear_logprob = None
-
 from gpu_suite.checks.verdicts import Checks
 from gpu_suite.machine import Machine
+from tokenspeed_rl_kernels import linear_logprob, sample
 
 
 def check(machine: Machine, checks: Checks) -> None:
     """Both."""
     with checks.trial("sample"):
         _draws(machine, checks)
-    if linear_logprob is not None:
-        with checks.trial("linear_logprob"):
-            _scores(machine, checks)
+    with checks.trial("linear_logprob"):
+        _scores(machine, checks)
 
 
 def _draws(machine: Machine, checks: Checks) -> None:
