@@ -62,7 +62,7 @@ def run(machine: Machine, found: dict[str, Any]) -> None:
             slept = sleep(machine, graphed, None)
             stages["updated, all slept"] = slept | compare(plain, changed, roll(machine, graphed))
         found["same_addresses"] = addresses(graphed) == at
-    failed = [name for name, it in stages.items() if not (it["alike"] and it.get("fell", True))]
+    failed = [name for name, it in stages.items() if not (it["alike"] and it.get("there_and_back", True))]
     graphs = "" if machine.cuda else " (on a CPU there are none: two engines alike)"
     found["headlines"] = [
         f"{len(stages) - len(failed)} of {len(stages)} stages alike{graphs}",
@@ -120,14 +120,15 @@ def sleep(machine: Machine, engine: Engine, tags: list[str] | None) -> dict[str,
     seconds = machine.seconds(lambda: engine.release_memory_occupation(tags))
     asleep = machine.used()
     wake = machine.seconds(lambda: engine.resume_memory_occupation(tags))
-    fell = awake - asleep >= mapped or not machine.cuda
+    again = machine.used()
+    there_and_back = min(awake - asleep, again - asleep) >= mapped or not machine.cuda
     return {
         "sleep_seconds": seconds,
         "wake_seconds": wake,
         "mapped_bytes": mapped,
         "freed_bytes": awake - asleep,
-        "left_bytes": machine.used() - awake,
-        "fell": fell,
+        "taken_bytes": again - asleep,
+        "there_and_back": there_and_back,
     }
 
 
