@@ -1,5 +1,6 @@
 """A decode step of the engine, with graphs and without, beside what paper predicts."""
 
+from functools import partial
 from typing import Any
 
 from roofline import Shape, context_tokens, predict
@@ -50,9 +51,7 @@ def step_seconds(
 
     roll(1)  # fills the cache
     roll(SHORT)  # captures the graph of so many rows
-    short, long = (
-        min(machine.seconds(lambda tokens=tokens: roll(tokens)) for _ in range(2)) for tokens in (SHORT, LONG)
-    )
+    short, long = (min(machine.seconds(partial(roll, tokens)) for _ in range(2)) for tokens in (SHORT, LONG))
     return (long - short) / (LONG - SHORT)
 
 

@@ -1,5 +1,7 @@
 """What works row by row: norms, gates, products, rotations."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,11 +78,13 @@ def _rotation(machine: Machine, checks: Checks, heads: int, kv_heads: int, dim: 
     norms = {"q_norm": machine.random(dim, seed=4), "k_norm": machine.random(dim, seed=5)}
     for name, given in (("plain", {}), ("head norms", norms)):
 
-        def results(op: object, dtype: torch.dtype, given: dict[str, Tensor] = given) -> tuple[Tensor, ...]:
+        def results(
+            op: Callable[..., Tensor], dtype: torch.dtype, given: dict[str, Tensor] = given
+        ) -> tuple[Tensor, ...]:
             caches = [torch.zeros(pages, kv_heads, size, dim, device=q.device, dtype=dtype) for _ in range(2)]
             cast = {key: weight.to(dtype) for key, weight in given.items()}
             table = cos_sin if dtype == q.dtype else cos_sin.to(q.dtype).to(dtype)
-            out = op(q.to(dtype), k.to(dtype), v.to(dtype), positions, table, *caches, slots, **cast)  # type: ignore[operator]
+            out = op(q.to(dtype), k.to(dtype), v.to(dtype), positions, table, *caches, slots, **cast)
             return out, *caches
 
         ours = results(rope_write_kv, q.dtype)

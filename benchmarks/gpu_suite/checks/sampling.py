@@ -1,5 +1,8 @@
 """Draws and logprobs: of a step, and the trainer's."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,9 +67,9 @@ def _scores(machine: Machine, checks: Checks) -> None:
         log = (x @ weight.t()).to(wide).div(heat).log_softmax(1)
         return log.gather(1, targets.unsqueeze(1)).squeeze(1), -(log.exp() * log).sum(1)
 
-    def results(function: object, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def results(function: Callable[..., Any], dtype: torch.dtype) -> tuple[Tensor, ...]:
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in given]
-        logprob, entropy = function(*leaves)  # type: ignore[operator]
+        logprob, entropy = function(*leaves)
         (logprob.sum() + 0.1 * entropy.sum()).backward()
         return logprob.detach(), entropy.detach(), *(leaf.grad for leaf in leaves)
 
