@@ -18,6 +18,8 @@ CASES = ((1, 1), (64, 1), (256, 1), (256, 8))
 def run(machine: Machine, found: dict[str, Any]) -> None:
     """Those with graphs first; what the time doesn't allow is left out, and said."""
     found |= {"steps": [], "left_out": [], "headlines": []}
+    if not machine.cuda:
+        found["headlines"] = ["on a CPU there are no graphs, and the paper is of another machine"]
     cases, context = (((1, 1), (4, 2)), 32) if machine.dry else (CASES, 2048)
     for graphs in (True, False):
         for name, shape in shapes(machine).items():
