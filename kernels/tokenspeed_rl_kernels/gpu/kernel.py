@@ -1,10 +1,12 @@
 """A Triton kernel, the ways it is compiled, and its launch: for launchers and ahead-of-time checks alike."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 Constants = dict[str, Any]
 """Compile-time arguments of a kernel, by name."""
@@ -28,11 +30,15 @@ class Build:
     fp_fusion: bool = True
     """Whether a * b + c may be rounded once. Off where two kernels must agree bit for bit."""
 
-    def run(self, kernel: Any, grid: tuple[int, ...], *args: Any) -> None:
-        """Run `kernel` on `grid`, unless that is empty, with these run-time arguments."""
-        if 0 not in grid:
+    def run(self, kernel: Any, grid: tuple[int, ...], first: Tensor, *others: Any) -> None:
+        """Run `kernel` on `grid`, unless that is empty, with these run-time arguments, on the first one's
+        device: Triton would take the current one."""
+        if 0 in grid:
+            return
+        with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
             kernel[grid](
-                *args,
+                first,
+                *others,
                 **self.constants,
                 num_warps=self.num_warps,
                 num_stages=self.num_stages,
