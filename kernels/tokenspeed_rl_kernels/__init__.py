@@ -3,6 +3,7 @@
 ``paged_decode`` and ``paged_prefill`` attend over a paged cache that ``rope_write_kv`` fills;
 ``add_rms_norm``, ``silu_mul`` and ``linear`` are the rest of a decoder layer; ``sample`` draws the token.
 ``linear_logprob`` is the trainer's: logprobs and entropies without logits, differentiable.
+``step_metadata`` tells the next step where its tokens go.
 """
 
 from tokenspeed_rl_kernels.add_rms_norm import add_rms_norm

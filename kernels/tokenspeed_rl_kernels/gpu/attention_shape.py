@@ -136,4 +136,13 @@ def spec(name: str, kernel: Any, build: Build, shape: AttentionShape, arguments:
     }
     types = {argument: kinds.get(argument, "*i32") for argument in arguments.split()}
     aligned = tuple(argument for argument, kind in types.items() if kind.startswith("*"))
-    return Spec(name=name, kernel=kernel, types=types, build=build, aligned=aligned)
+    tiled = "q" in types
+    return Spec(
+        name=name,
+        kernel=kernel,
+        types=types,
+        build=build,
+        aligned=aligned,
+        wants_mma=tiled and shape.dtype != torch.float32,
+        wants_async=tiled,
+    )

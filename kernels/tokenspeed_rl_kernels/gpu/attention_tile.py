@@ -25,7 +25,7 @@ def span_of(stop, window):
 
 @triton.jit
 def logits_of(q, k, factor, cap, CAPPED: tl.constexpr):
-    """Logits in base 2, of dot products: times factor; if CAPPED, cap * tanh(that / 2 in base e)."""
+    """Logits in base 2; if CAPPED, cap * tanh(x), for which the factor gives 2 x / ln(2)."""
     products = tl.dot(q, tl.trans(k), input_precision="ieee") * factor
     if CAPPED:
         tail = tl.exp2(-tl.abs(products))
