@@ -185,10 +185,11 @@ def work_for(
 ) -> DecodeWork:
     """The work of one step, found on the device."""
     batch, columns = page_table.shape
-    alone = (
-        Sharing.none(batch, page_table.device) if shared is None else Sharing.of(shared, shape.tile_tokens)
-    )
-    work = DecodeWork.empty(alone, max_splits(columns, shape.page_size))
+    if shared is None:
+        sharing = Sharing.none(batch, page_table.device)
+    else:
+        sharing = Sharing.of(shared, shape.tile_tokens)
+    work = DecodeWork.empty(sharing, max_splits(columns, shape.page_size))
     unused = seq_lens.new_empty(2, batch, dtype=torch.int64)
     step_metadata.launch(
         seq_lens, page_table, work, unused[0], unused[1], page_size=shape.page_size, advance=False
@@ -213,7 +214,10 @@ def decode_with(
     scratch: DecodeScratch,
     options: AttentionOptions,
 ) -> Tensor:
-    """`paged_decode`, for checked arguments and work that fits; the scratch may be larger than needed."""
+    """`paged_decode`, for checked arguments and work that `step_metadata` wrote for these lengths.
+
+    Waits for nothing and allocates its result alone; the scratch may be larger than needed.
+    """
     shape = AttentionShape.of(q, k_cache, v_cache, options)
     splits, merged = builds(shape)
     window, heads = window_of(options), shape.kv_heads * shape.head_blocks
