@@ -71,7 +71,12 @@ def _figures_row(name: str, figures: Figures) -> str:
 
 def _row(name: str, *cells: object) -> str:
     *numbers, last = cells
-    return f"{name:44}" + "".join(f"{cell!s:>8}" for cell in numbers) + f"  {last}"
+    widths = 6, 7, 8, 8, 14, 7
+    return (
+        f"{name:44}"
+        + "".join(f"{n!s:>{width}}" for n, width in zip(numbers, widths, strict=True))
+        + f"  {last}"
+    )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def _nvidia(compiled: Any) -> Figures:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         usage = _tool("cuobjdump", "-res-usage", str(cubin))
-        code = Counter(_SASS.findall(_tool("nvdisasm", "-c", str(cubin))))
+        code = Counter(_SASS.findall(_tool("nvdisasm", "-c", "-ndf", str(cubin))))
     registers, stack, local = (int(n) for n in re.findall(r"\b(?:REG|STACK|LOCAL):(\d+)", usage))
     copies = Counter(_bytes_copied(name) for name in _repeated(code, r"LDGSTS\b"))
     return Figures(

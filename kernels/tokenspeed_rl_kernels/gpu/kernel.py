@@ -63,6 +63,9 @@ class Spec:
     """Whether it must use matrix instructions."""
     wants_async: bool = False
     """Whether its loads must be pipelined by asynchronous copies."""
+    may_wgmma: bool = False
+    """Whether its matrix instructions may be sm_90's of 64 rows, whose sums are rounded otherwise than those
+    of 16: not where two kernels must agree bit for bit."""
 
 
 def cdiv(a: int, b: int) -> int:

@@ -66,8 +66,9 @@ def test_reads_amd():
 
 def test_finds_what_breaks_a_limit():
     """Each limit can be broken: unknown alignment, 64 rows on sm_90, TF32, too much in too few registers."""
-    assert "not copied asynchronously by 16 bytes" in found(product(aligned=False))[1]
+    assert "nothing copied asynchronously by 16 bytes" in found(product(aligned=False))[1]
     assert "of another kind: ['HGMMA" in found(product(rows=64))[1]
+    assert not found(replace(product(rows=64), may_wgmma=True))[1]
     assert "of another kind: ['HMMA.1688.F32.TF32']" in found(product(torch.float32))[1]
     assert "unwanted matrix instructions" in found(replace(product(), wants_mma=False))[1]
     made, wrong = found(product(rows=64, columns=128, num_warps=1, num_stages=6), "sm_80")
@@ -100,7 +101,7 @@ def test_table_and_exit_status(monkeypatch, capsys, tmp_path):
     assert status == 0 and len(lines) == 3 and lines[2].startswith("good product")
     assert '"good product": {"registers":' in (tmp_path / "golden.json").read_text()
     status, lines = run()
-    assert status == 1 and lines[4].startswith("  ^ not copied")
+    assert status == 1 and lines[4].startswith("  ^ nothing copied")
     with pytest.raises(SystemExit):
         run("--kernel", "no such kernel")
     assert "no spec has 'no such kernel' in its name" in capsys.readouterr().err
