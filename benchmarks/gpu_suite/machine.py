@@ -66,11 +66,6 @@ class Machine:
         numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
         return (numbers * scale).to(self.device, torch.bfloat16)
 
-    def blank(self, *shape: int) -> Tensor:
-        """Normal numbers in bfloat16 of this device's own making: fast, for what is only timed."""
-        generator = torch.Generator(self.device).manual_seed(1)
-        return torch.randn(shape, generator=generator, device=self.device).to(torch.bfloat16)
-
     def used(self) -> int:
         """Bytes of the device that are in use, by anybody; on the CPU 0: regions are counted there."""
         gc.collect()

@@ -1,76 +1,60 @@
-"""Each op at the shapes of a decode step, against plain torch, as a share of the measured bandwidth."""
+"""Each op against plain torch, at the shapes that the kernels' own bench has and some more, as a share of the
+measured bandwidth; out of graphs, as a step runs them."""
 
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from roofline import Shape, context_tokens
+from roofline import context_tokens
 
-from gpu_suite.machine import Act, Machine
-from gpu_suite.models import shapes
-from gpu_suite.paged import contexts
-from tokenspeed_rl_kernels import (
-    add_rms_norm,
-    linear,
-    paged_decode,
-    paged_prefill,
-    rope_write_kv,
-    sample,
-    silu_mul,
-)
+from gpu_suite.machine import Machine
+from tokenspeed_rl_kernels import linear, paged_decode
+from tokenspeed_rl_kernels.bench import plain
+from tokenspeed_rl_kernels.bench.subjects import SUBJECTS, Model, Setting, Subject, setting
 
 GROUP = 8
 """Samples of a prompt."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Case:
-    """One op, and torch's way to the same."""
-
-    op: str
-    nbytes: int
-    """Read and written once each."""
-    ours: Act
-    torchs: Act
-
-
-Make = Callable[[Machine, Shape, int, int], Iterator[Case]]
+PAGE = 16
+TOY = Model(name="toy", hidden=64, heads=4, kv_heads=2, dim=16, intermediate=96, vocab=256)
 
 
 def run(machine: Machine, found: dict[str, Any]) -> None:
-    """For each shape and number of rows; what the time doesn't allow is left out, and said."""
-    batches, context = ((1, 8), 64) if machine.dry else ((1, 64, 256), 2048)
+    """All of them; what the time doesn't allow is left out, and said."""
     found |= {"ops": [], "left_out": [], "raised": {}, "headlines": []}
-    for name, shape in shapes(machine).items():
-        for rows in batches:
-            for make in MAKERS:
-                what = f"{name}, {rows} rows: {make.__name__}"
+    place = setting(machine.device, torch.bfloat16)
+    if machine.dry:
+        toys = {"models": (TOY,), "rows": (1, 8), "context": 64}
+        place = Setting(device=machine.device, dtype=torch.bfloat16, generator=place.generator, **toys)
+    for op, make in (SUBJECTS | MORE).items():
+        try:
+            for subject in make(place):
                 if machine.left < 2:
-                    found["left_out"].append(what)
-                    continue
-                try:
-                    for case in make(machine, shape, rows, context):
-                        line = {"model": name, "rows": rows, **timed(machine, case)}
-                        found["ops"].append(line)
-                        found["headlines"].append(headline(line))
-                except Exception:
-                    found["raised"][what] = traceback.format_exc()
+                    found["left_out"].append(f"{op}: {subject.name}")
+                    break
+                line = timed(machine, op, subject)
+                found["ops"].append(line)
+                found["headlines"].append(headline(line))
+        except Exception:
+            found["raised"][op] = traceback.format_exc()
     if found["raised"]:
         raise RuntimeError(f"raised: {', '.join(found['raised'])}")
 
 
-def timed(machine: Machine, case: Case) -> dict[str, Any]:
+def timed(machine: Machine, op: str, subject: Subject) -> dict[str, Any]:
     """Both in turn."""
-    seconds = machine.race({"ours": case.ours, "torch": case.torchs}, rounds=3 if machine.dry else 15)
-    rate = case.nbytes / seconds["ours"]
+    calls = {"ours": subject.ours, "torch": subject.torchs}
+    seconds = machine.race(calls, rounds=3 if machine.dry else 15)
+    rate = subject.bytes / seconds["ours"]
     return {
-        "op": case.op,
+        "op": op,
+        "subject": subject.name,
         "seconds": seconds["ours"],
         "torch_seconds": seconds["torch"],
-        "bytes": case.nbytes,
+        "bytes": subject.bytes,
+        "flops": subject.flops,
         "bytes_per_second": rate,
         "of_bandwidth": rate / machine.bandwidth,
     }
@@ -79,144 +63,59 @@ def timed(machine: Machine, case: Case) -> dict[str, Any]:
 def headline(line: dict[str, Any]) -> str:
     """One line of the final table."""
     return (
-        f"{line['model']}, {line['rows']:3} rows, {line['op']}: {line['seconds'] * 1e6:.1f} us, "
+        f"{line['op']}, {line['subject']}: {line['seconds'] * 1e6:.1f} us, "
         f"{line['bytes_per_second'] / 1e9:.0f} GB/s, {line['of_bandwidth']:.0%} of the bandwidth, "
         f"torch {line['torch_seconds'] / line['seconds']:.2f}x"
     )
 
 
-def attention(machine: Machine, shape: Shape, rows: int, context: int) -> Iterator[Case]:
-    """Decode over separate contexts and over those of samples of one prompt; torch's lie side by side."""
-    heads, dim = shape.heads, shape.head_dim
-    q = machine.random(rows, heads, dim)
-    token = 2 * shape.kv_heads * dim * q.itemsize
-    for name, prefix in (("paged_decode", 0), (f"paged_decode, {GROUP} share", context // 2)):
-        if prefix and rows < GROUP:
+def shared_decode(place: Setting) -> Iterator[Subject]:
+    """Samples of a prompt that is half of each context; torch reads each row's own."""
+    for model, rows in place.shapes():
+        if rows < GROUP:
             continue
-        paged = contexts([context] * rows, kv_heads=shape.kv_heads, dim=dim, device=machine.device)
-        shared = share(paged.table, prefix // 16) if prefix else None
-        keys, values = (torch.stack(x).transpose(1, 2) for x in (paged.keys, paged.values))
-        nbytes = context_tokens(rows, context, prefix, GROUP) * token + 2 * q.nbytes
-        yield Case(
-            op=name,
-            nbytes=nbytes,
-            ours=lambda paged=paged, shared=shared: paged_decode(q, *paged.paged(), shared=shared),
-            torchs=lambda keys=keys, values=values: F.scaled_dot_product_attention(
-                q.unsqueeze(2), keys, values, enable_gqa=True
-            ),
+        length, prompt = place.context, place.context // 2
+        q = place.random(rows, model.heads, model.dim)
+        caches = [place.random(rows * length // PAGE, model.kv_heads, PAGE, model.dim) for _ in range(2)]
+        table = place.order(rows * length // PAGE).view(rows, -1).int()
+        first = table[::GROUP, : prompt // PAGE].clone()
+        group = torch.arange(rows, device=place.device) // GROUP
+        table[:, : prompt // PAGE] = first[group]
+        lens = torch.full((rows,), length, dtype=torch.int32, device=place.device)
+        shared = first, torch.full_like(lens[::GROUP], prompt), group.int()
+        dense = [cache.view(rows, -1, model.kv_heads, PAGE, model.dim) for cache in caches]
+        dense = [x.transpose(2, 1).flatten(2, 3) for x in dense]  # as much as torch would read
+        read = context_tokens(rows, length, prompt, GROUP) * model.kv_heads * model.dim
+        yield Subject(
+            name=f"{model.name}, {rows} rows, {GROUP} share {prompt} of {length}",
+            ours=partial(paged_decode, q, *caches, table, lens, shared=shared),
+            torchs=partial(plain.decode, q, *dense),
+            tensors=(q, q, *(cache.flatten()[:read] for cache in caches)),
+            flops=4 * q.numel() * length,
         )
 
 
-def share(table: torch.Tensor, pages: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Let each group of rows begin with the first one's pages: written to the table."""
-    first = table[::GROUP, :pages].clone()
-    group = torch.arange(len(table), device=table.device) // GROUP
-    table[:, :pages] = first[group]
-    lens = torch.full((len(first),), pages * 16, dtype=torch.int32, device=table.device)
-    return first, lens, group.int()
+def other_linears(place: Setting) -> Iterator[Subject]:
+    """Those of a step that the bench leaves out, and all five in invariant mode."""
+    for model, rows in place.shapes():
+        attended = model.heads * model.dim
+        sizes = {
+            "qkv": (model.hidden, attended + 2 * model.kv_heads * model.dim),
+            "o": (attended, model.hidden),
+            "gate_up": (model.hidden, 2 * model.intermediate),
+            "down": (model.intermediate, model.hidden),
+            "head": (model.hidden, model.vocab),
+        }
+        for name, (inputs, outputs) in sizes.items():
+            x, weight = place.random(rows, inputs), place.random(outputs, inputs)
+            for invariant in (True,) if name in ("gate_up", "down") else (False, True):
+                yield Subject(
+                    name=f"{model.name}, {rows} rows, {name}{', invariant' * invariant}",
+                    ours=partial(linear, x, weight, invariant=invariant),
+                    torchs=partial(F.linear, x, weight),
+                    tensors=(x, weight, x.new_empty(rows, outputs)),
+                    flops=2 * rows * inputs * outputs,
+                )
 
 
-def prefill(machine: Machine, shape: Shape, rows: int, context: int) -> Iterator[Case]:
-    """One whole prompt, once."""
-    if rows > 1:
-        return
-    paged = contexts([context], kv_heads=shape.kv_heads, dim=shape.head_dim, device=machine.device)
-    q = machine.random(context, shape.heads, shape.head_dim)
-    starts = torch.tensor([0, context], dtype=torch.int32, device=machine.device)
-    dense = [x[0].transpose(0, 1).unsqueeze(0) for x in (q.unsqueeze(0), paged.keys, paged.values)]
-    k_cache, v_cache, table, lens = paged.paged()
-    yield Case(
-        op=f"paged_prefill of {context}",
-        nbytes=2 * q.nbytes + 2 * paged.keys[0].nbytes,
-        ours=lambda: paged_prefill(q, k_cache, v_cache, table, starts, lens),
-        torchs=lambda: F.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True),
-    )
-
-
-def small(machine: Machine, shape: Shape, rows: int, context: int) -> Iterator[Case]:
-    """Norm, rotation and gate."""
-    x, residual = machine.random(rows, shape.hidden), machine.random(rows, shape.hidden, seed=2)
-    weight = machine.random(shape.hidden, seed=3)
-    yield Case(
-        op="add_rms_norm",
-        nbytes=4 * x.nbytes,
-        ours=lambda: add_rms_norm(x, residual, weight, 1e-6),
-        torchs=lambda: F.rms_norm(x + residual, weight.shape, weight, 1e-6),
-    )
-    gates = machine.random(rows, 2 * shape.intermediate)
-    yield Case(
-        op="silu_mul",
-        nbytes=gates.nbytes * 3 // 2,
-        ours=lambda: silu_mul(gates),
-        torchs=lambda: F.silu(gates[:, : shape.intermediate]) * gates[:, shape.intermediate :],
-    )
-    yield rotation(machine, shape, rows, context)
-
-
-def rotation(machine: Machine, shape: Shape, rows: int, context: int) -> Case:
-    """A new token of each row."""
-    qkv = machine.random(rows, shape.heads + 2 * shape.kv_heads, shape.head_dim)
-    q, k, v = qkv.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
-    caches = [torch.zeros(rows, shape.kv_heads, 16, shape.head_dim).to(qkv) for _ in range(2)]
-    cos_sin = torch.rand(context, shape.head_dim, device=machine.device)
-    at = torch.full((rows,), context - 1, device=machine.device)
-    slots = torch.arange(rows, device=machine.device) * 16
-
-    def by_torch() -> torch.Tensor:
-        cos, sin = cos_sin[at].to(q.dtype).unsqueeze(1).repeat(1, 1, 2).chunk(2, 2)
-
-        def rotated(x: torch.Tensor) -> torch.Tensor:
-            a, b = x.chunk(2, 2)
-            return x * cos + torch.cat((-b, a), 2) * sin
-
-        for cache, new in zip(caches, (rotated(k), v), strict=True):
-            cache[slots // 16, :, slots % 16] = new
-        return rotated(q)
-
-    return Case(
-        op="rope_write_kv",
-        nbytes=2 * qkv.nbytes,
-        ours=lambda: rope_write_kv(q, k, v, at, cos_sin, caches[0], caches[1], slots),
-        torchs=by_torch,
-    )
-
-
-def products(machine: Machine, shape: Shape, rows: int, context: int) -> Iterator[Case]:
-    """A layer's four and the head's."""
-    attended = shape.heads * shape.head_dim
-    sizes = {
-        "qkv": (shape.qkv, shape.hidden),
-        "o": (shape.hidden, attended),
-        "gate_up": (2 * shape.intermediate, shape.hidden),
-        "down": (shape.hidden, shape.intermediate),
-        "head": (shape.vocab, shape.hidden),
-    }
-    for name, (outputs, inputs) in sizes.items():
-        x, weight = machine.random(rows, inputs), machine.blank(outputs, inputs)
-        nbytes = weight.nbytes + x.nbytes + rows * outputs * x.itemsize
-        for invariant in (False, True):
-            yield Case(
-                op=f"linear {name}{', invariant' * invariant}",
-                nbytes=nbytes,
-                ours=lambda x=x, weight=weight, i=invariant: linear(x, weight, invariant=i),
-                torchs=lambda x=x, weight=weight: F.linear(x, weight),
-            )
-
-
-def head(machine: Machine, shape: Shape, rows: int, context: int) -> Iterator[Case]:
-    """The draw, with a temperature alone and with top-p; torch's is without filter and logprobs."""
-    logits = machine.blank(rows, shape.vocab).float()
-    ones, zeros = (make(rows, device=machine.device) for make in (torch.ones, torch.zeros))
-    seeds = torch.arange(rows, device=machine.device)
-    heat, no_k = ones * 0.8, zeros.long()
-    noise = torch.ones_like(logits)  # drawing it is not timed
-    for name, top_p in (("sample", ones), ("sample, top-p", ones * 0.9)):
-        yield Case(
-            op=name,
-            nbytes=logits.nbytes,
-            ours=lambda top_p=top_p: sample(logits, heat, no_k, top_p, zeros, seeds, seeds),
-            torchs=lambda: ((logits / 0.8).softmax(1) / noise).argmax(1),
-        )
-
-
-MAKERS: tuple[Make, ...] = (attention, prefill, small, products, head)
+MORE = {"paged_decode, shared": shared_decode, "linear, others": other_linears}
