@@ -86,9 +86,7 @@ def test_bytes_are_those_of_the_model(roofline: ModuleType, name: str) -> None:
 
 
 def test_every_op_is_listed() -> None:
-    """An op that the page leaves out isn't there."""
+    """The page's ops are those that there are."""
     listed = {name for name in re.findall(r"^\| `(\w+)` \|", PAGE, re.M)}
     ops = {name for name in tokenspeed_rl_kernels.__all__ if name.islower()}
-    assert ops <= listed
-    for name in listed:
-        assert (ROOT / "kernels" / "tokenspeed_rl_kernels" / f"{name}.py").exists(), name
+    assert ops == listed
