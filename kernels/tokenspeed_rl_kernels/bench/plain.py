@@ -61,3 +61,9 @@ def sample(logits: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Te
         logprobs = torch.empty_like(ranked).scatter_(1, ids, ranked).log_softmax(1)
     tokens = logprobs.exp().multinomial(1)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """(log_softmax of the targets, entropies)."""
+    logprobs = F.linear(hidden, weight).float().log_softmax(1)
+    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(1)

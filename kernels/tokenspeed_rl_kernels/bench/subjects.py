@@ -225,3 +225,18 @@ def sample(s: Setting) -> Iterator[Subject]:
                 torchs=partial(plain.sample, logits, 0.8, top_p),
                 tensors=(logits,),
             )
+
+
+@subject
+def linear_logprob(s: Setting) -> Iterator[Subject]:
+    """Logprobs and entropies; torch makes the logits."""
+    for model, rows in s.shapes():
+        hidden, weight = s.random(rows, model.hidden), s.random(model.vocab, model.hidden)
+        targets = s.below(model.vocab, rows)
+        yield Subject(
+            name=f"{model.name}, {rows} rows",
+            ours=partial(ops.linear_logprob, hidden, weight, targets),
+            torchs=partial(plain.linear_logprob, hidden, weight, targets),
+            tensors=(hidden, weight),
+            flops=2 * rows * weight.numel(),
+        )

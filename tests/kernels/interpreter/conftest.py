@@ -1,5 +1,6 @@
 """Tests of Triton kernels by its interpreter: collected where ``TRITON_INTERPRET=1`` was set at the start."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -39,3 +40,31 @@ def quick_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         return prepare_and_call(self, *args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "__call__", call)
+
+
+@pytest.fixture
+def programs_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """What makes a grid's programs take themselves, on the first axis, for `first`, `first + 1`, and so on.
+
+    So the last of a million runs without the others.
+    """
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    told = builder.set_grid_idx
+
+    def programs_from(first: int) -> None:
+        def tell(x: int, y: int, z: int) -> None:
+            told(x, y, z)
+            builder.grid_idx = first + x, y, z
+
+        monkeypatch.setattr(builder, "set_grid_idx", tell)
+
+    return programs_from
+
+
+@pytest.fixture
+def poisoned_scratch() -> Iterator[None]:
+    """Tensors made without values are NaN, or the largest integer, for the time of a test."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
