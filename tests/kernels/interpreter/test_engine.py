@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tokenspeed_rl import Engine
+from tokenspeed_rl.core.capture import CallAgain
 from tokenspeed_rl.core.decode_graphs import DecodeGraphs
 
 Make = Callable[..., Engine]
@@ -191,3 +192,22 @@ def test_not_finite_logits_end_their_request_alone(
     assert fine["output_ids"] == list(range(11, 19))
     again = engine.generate(input_ids=[[20], [30]], sampling_params=params)
     assert [result["output_ids"][0] for result in again] == [21, 31] and replays
+
+
+def test_what_cant_be_captured_is_launched(
+    tiny: Any, triton_engine: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that refuses a capture costs speed, not a token, and a line of the log says so, once."""
+
+    def refuse(self: CallAgain, work: Callable[[], None]) -> Any:
+        work()  # it was run before it failed
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(CallAgain, "__call__", refuse)
+    model = tiny.model(num_hidden_layers=1, vocab_size=64)
+    engine = triton_engine(model)
+    prompts, params = [tiny.prompt(length, vocab=64) for length in (4, 9)], {"max_new_tokens": 4}
+    results = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
+    check(tiny, model, prompts, results, 1.0)
+    assert sum("not permitted" in record.getMessage() for record in caplog.records) == 1
+    assert engine.memory_report()["cuda_graph"]["mapped"] == 0
