@@ -25,7 +25,8 @@ class Figures:
     stack: int
     """Bytes of local memory per thread."""
     spills: int
-    """Instructions that move registers to local memory and back; on AMD, the registers spilled."""
+    """Instructions that move registers to local memory and back; on AMD, the vector registers spilled (scalar
+    ones go to lanes of those, not to memory)."""
     shared: int
     """Bytes of shared memory per program."""
     async_copies: dict[str, int]
@@ -75,7 +76,7 @@ def _amd(compiled: Any) -> Figures:
     return Figures(
         registers=told("vgpr_count"),
         stack=told("private_segment_fixed_size"),
-        spills=told("vgpr_spill_count") + told("sgpr_spill_count"),
+        spills=told("vgpr_spill_count"),
         shared=compiled.metadata.shared,
         async_copies={},
         matrix=_matching(code, re.compile(r"v_mfma_.*")),

@@ -244,6 +244,7 @@ def _specs(name: str, dtype: torch.dtype, bias: bool) -> tuple[Spec, Spec]:
             aligned=(*aligned, *states),
             build=tile_build(dtype, bias, SPLIT=SPLIT),
             wants_mma=half,
+            may_wgmma=True,
             wants_async=True,
         ),
         Spec(
@@ -253,6 +254,7 @@ def _specs(name: str, dtype: torch.dtype, bias: bool) -> tuple[Spec, Spec]:
             aligned=(*aligned, *slopes, *bounds),
             build=tile_build(dtype, bias),
             wants_mma=half,
+            may_wgmma=True,
             wants_async=True,
         ),
     )
