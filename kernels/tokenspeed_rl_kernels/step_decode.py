@@ -51,6 +51,21 @@ class StepDecode:
         work = DecodeWork.empty(sharing, max_splits(page_table.shape[1], shape.page_size))
         return cls(page_table, seq_lens, work, gpu.scratch_for(page_table, shape))
 
+    def first(self, rows: int) -> StepDecode:
+        """The first so many rows of it, in the same memory."""
+        work, scratch = self.work, self.scratch
+        return StepDecode(
+            self.page_table[:rows],
+            self.seq_lens[:rows],
+            work._replace(sharing=Sharing(*(column[:rows] for column in work.sharing))),
+            type(scratch)(*(part[:rows] for part in scratch)),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of work and scratch."""
+        return sum(part.nbytes for part in (self.work.items, self.work.num_items, *self.scratch))
+
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, options: AttentionOptions) -> Tensor:
         """`paged_decode` of q [B, Hq, D] over a layer's caches."""
         from tokenspeed_rl_kernels.gpu import paged_decode as gpu

@@ -17,7 +17,11 @@ from tokenspeed_rl.core.decode_step import KINDS, DecodeStep
 from tokenspeed_rl.core.request import Request
 from tokenspeed_rl.core.sampler import NOT_FINITE, Sample, is_adjusted
 from tokenspeed_rl.models import Decoder
-from tokenspeed_rl_kernels.step_decode import rows_per_read
+from tokenspeed_rl_kernels.decode_work import Sharing
+from tokenspeed_rl_kernels.step_decode import StepDecode, rows_per_read
+
+LEAST_CONTEXT = 1024
+"""Tokens that a row has room for at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +33,13 @@ class _Bound:
     keys: int
     """Address of the first layer's keys."""
     angles: Tensor
+    context: int
+    """Tokens that a row has room for."""
 
-    def still(self, other: _Bound) -> bool:
-        return (self.bindings, self.keys) == (other.bindings, other.keys) and self.angles is other.angles
+    def still(self, bindings: int, keys: int, angles: Tensor, need: int) -> bool:
+        """Whether steps captured so serve rows of up to `need` tokens."""
+        same = (self.bindings, self.keys) == (bindings, keys) and self.angles is angles
+        return same and need <= self.context
 
 
 class DecodeGraphs:
@@ -61,13 +69,14 @@ class DecodeGraphs:
         self._bound: _Bound | None = None
         self._steps: dict[int, tuple[DecodeStep, Callable[[], None]]] = {}
         self._rows: DecodeRows | None = None
+        self._decode: StepDecode | None = None
         self._failed = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of inputs, scratch and captured work."""
-        rows = 0 if self._rows is None else self._rows.nbytes
-        return rows + self._capture.nbytes
+        held = [part.nbytes for part in (self._rows, self._decode) if part is not None]
+        return sum(held) + self._capture.nbytes
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the plan's step is one that can be replayed."""
@@ -78,7 +87,7 @@ class DecodeGraphs:
     def run(self, requests: Sequence[Request]) -> list[Sample] | None:
         """Compute the next token of each; None: this can't be captured, and nothing was changed."""
         bucket = bucket_for(len(requests), self._max_rows)
-        found = self._step(bucket)
+        found = self._step(bucket, max(r.prompt_len + r.max_new_tokens for r in requests))
         if found is None or self._rows is None:
             return None
         step, replay = found
@@ -93,18 +102,24 @@ class DecodeGraphs:
 
     def release(self) -> None:
         """Give up all that was captured, with its inputs: it is made anew when it is needed."""
-        self._steps, self._rows, self._bound = {}, None, None
+        self._steps, self._rows, self._decode, self._bound = {}, None, None, None
         self._capture.close()
 
-    def _step(self, bucket: int) -> tuple[DecodeStep, Callable[[], None]] | None:
-        angles = self._decoder.angles(self._context)
-        now = _Bound(self._bindings(), self._kv.k[0].data_ptr(), angles)
-        if self._bound is None or not self._bound.still(now):
+    def _step(self, bucket: int, need: int) -> tuple[DecodeStep, Callable[[], None]] | None:
+        """The step of so many rows, of up to `need` tokens each."""
+        bindings, keys, angles = (
+            self._bindings(),
+            self._kv.k[0].data_ptr(),
+            self._decoder.angles(self._context),
+        )
+        if self._bound is None or not self._bound.still(bindings, keys, angles, need):
             self.release()
-            self._bound = now
+            # Scratch grows with the context: what nobody asks for takes none.
+            room = min(self._context, max(LEAST_CONTEXT, 1 << (need - 1).bit_length()))
+            self._bound = _Bound(bindings, keys, angles, room)
         if bucket not in self._steps:
             try:
-                self._steps[bucket] = self._captured(bucket)
+                self._steps[bucket] = self._captured(bucket, self._bound.context)
             except (RuntimeError, torch.OutOfMemoryError) as error:
                 self._failed = True
                 self.release()
@@ -112,15 +127,21 @@ class DecodeGraphs:
                 return None
         return self._steps[bucket]
 
-    def _captured(self, bucket: int) -> tuple[DecodeStep, Callable[[], None]]:
-        size = self._kv.page_size
-        if self._rows is None:
-            pages = min(-(-self._context // size), self._kv.max_pages)
-            together = rows_per_read(self._decoder.spec.num_heads, (self._kv.k[0], self._kv.v[0]))
-            self._rows = DecodeRows(self._max_rows, pages, size, self._device, rows_per_read=together)
+    def _captured(self, bucket: int, context: int) -> tuple[DecodeStep, Callable[[], None]]:
+        if self._rows is None or self._decode is None:
+            self._rows, self._decode = self._room_for(context)
         self._rows.clear()  # what is run to capture it changes no one's
-        step = DecodeStep(self._decoder, self._kv, self._rows, bucket, self._context)
+        step = DecodeStep(self._decoder, self._kv, self._rows, self._decode, rows=bucket, context=context)
         return step, self._capture(step)
+
+    def _room_for(self, context: int) -> tuple[DecodeRows, StepDecode]:
+        """Inputs and scratch, which the steps of all buckets share."""
+        size, heads, caches = self._kv.page_size, self._decoder.spec.num_heads, (self._kv.k[0], self._kv.v[0])
+        pages = min(-(-context // size), self._kv.max_pages)
+        together = rows_per_read(heads, caches)
+        rows = DecodeRows(self._max_rows, pages, size, self._device, rows_per_read=together)
+        sharing = Sharing(rows.order.device, rows.prefix_lens.device, rows.leads.device)
+        return rows, StepDecode.empty(rows.pages.device, rows.lens.device, sharing, heads, caches)
 
 
 def _is_plain(request: Request) -> bool:

@@ -7,7 +7,6 @@ from tokenspeed_rl.core.decode_rows import DecodeRows
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
 from tokenspeed_rl.models import Decoder
 from tokenspeed_rl_kernels import sample, step_metadata
-from tokenspeed_rl_kernels.decode_work import Sharing
 from tokenspeed_rl_kernels.step_decode import StepDecode
 
 KINDS = ("raw", "sampling", "processed")
@@ -20,7 +19,17 @@ class DecodeStep:
     It asks nothing of the device and allocates nothing that outlives it, so a CUDA graph may record it.
     """
 
-    def __init__(self, decoder: Decoder, kv: KVCache, inputs: DecodeRows, rows: int, context: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVCache,
+        inputs: DecodeRows,
+        decode: StepDecode,
+        *,
+        rows: int,
+        context: int,
+    ) -> None:
+        """`decode` is of all rows of `inputs`; `context` is the most tokens of one."""
         device = inputs.tokens.device.device
         self._decoder = decoder
         self._kv = kv
@@ -30,11 +39,8 @@ class DecodeStep:
         """What was drawn; -1 where nothing could be."""
         self.logprobs = torch.zeros(len(KINDS), rows, dtype=torch.float32, device=device)
         """Of the drawn tokens, a row of it for each of `KINDS`."""
-        self._batch = _batch(inputs, rows, context)
-        sharing = Sharing(*(c.device[:rows] for c in (inputs.order, inputs.prefix_lens, inputs.leads)))
-        tables = self._batch.decode_pages, self._batch.decode_lens
-        self._decode = StepDecode.empty(*tables, sharing, decoder.spec.num_heads, (kv.k[0], kv.v[0]))
-        self._batch.decode = self._decode
+        self._decode = decode.first(rows)
+        self._batch = _batch(inputs, self._decode, rows, context)
 
     def __call__(self) -> None:
         """Compute it."""
@@ -57,7 +63,7 @@ class DecodeStep:
         torch.stack((drawn.logprob_raw, drawn.logprob_sampling, drawn.logprob_processed), out=self.logprobs)
 
 
-def _batch(inputs: DecodeRows, rows: int, context: int) -> ForwardBatch:
+def _batch(inputs: DecodeRows, decode: StepDecode, rows: int, context: int) -> ForwardBatch:
     """The rows as the decoder takes them."""
     device = inputs.tokens.device.device
     none = torch.zeros(1, 0, dtype=torch.int32, device=device)
@@ -67,8 +73,9 @@ def _batch(inputs: DecodeRows, rows: int, context: int) -> ForwardBatch:
         slots=torch.full((rows,), -1, dtype=torch.int64, device=device),
         length=context,
         num_decode=rows,
-        decode_pages=inputs.pages.device[:rows],
-        decode_lens=inputs.lens.device[:rows],
+        decode_pages=decode.page_table,
+        decode_lens=decode.seq_lens,
+        decode=decode,
         shared=None,
         prefill_pages=none[:0],
         prefill_starts=none[0].new_zeros(1),

@@ -31,6 +31,7 @@ from tokenspeed_rl.lifecycle.expert_distribution import ExpertDistribution
 from tokenspeed_rl.lifecycle.sessions import Sessions
 from tokenspeed_rl.memory.region import TAGS
 from tokenspeed_rl.weights import Receipt
+from tokenspeed_rl_kernels.step_metadata import MOST_ROWS
 
 
 class EngineCore:
@@ -243,7 +244,7 @@ def _decode_graphs(
         kv,
         CudaCapture(store.device) if store.device.type == "cuda" else CallAgain(),
         device=store.device,
-        max_rows=config.max_running_requests,
+        max_rows=min(config.max_running_requests, MOST_ROWS),
         context=context,
         bindings=lambda: store.bindings,
         log=log,

@@ -211,3 +211,17 @@ def test_what_cant_be_captured_is_launched(
     check(tiny, model, prompts, results, 1.0)
     assert sum("not permitted" in record.getMessage() for record in caplog.records) == 1
     assert engine.memory_report()["cuda_graph"]["mapped"] == 0
+
+
+def test_scratch_is_made_for_what_is_asked(tiny: Any, triton_engine: Make, replays: list[int]) -> None:
+    """A model of long contexts takes scratch for the longest that a request may come to, not for its own
+    limit; a longer one has the steps captured anew, with more."""
+    model = tiny.successor(num_hidden_layers=1, max_position_embeddings=8192)
+    engine = triton_engine(model, max_model_len=8192, max_total_tokens=16384)
+    held = []
+    for tokens in (8, 1500, 8, 8000):
+        params = {"max_new_tokens": tokens, "temperature": 0, "stop_token_ids": [14]}
+        results = engine.generate(input_ids=[[10], [11]], sampling_params=params)
+        assert [result["output_ids"] for result in results] == [[11, 12, 13, 14], [12, 13, 14]]
+        held.append(engine.memory_report()["cuda_graph"]["mapped"])
+    assert replays and held[0] < held[1] == held[2] < held[3]
