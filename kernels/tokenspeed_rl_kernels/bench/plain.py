@@ -67,3 +67,10 @@ def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Ten
     """(log_softmax of the targets, entropies)."""
     logprobs = F.linear(hidden, weight).float().log_softmax(1)
     return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(1)
+
+
+def step_metadata(lens: Tensor, table: Tensor, page_size: int) -> Tensor:
+    """[2, B]: position and slot of each row's last token."""
+    positions = lens.long() - 1
+    pages = table.gather(1, (positions // page_size).unsqueeze(1)).squeeze(1)
+    return torch.stack((positions, pages.long() * page_size + positions % page_size))

@@ -6,6 +6,7 @@ A new op joins by one more `subject`.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import tokenspeed_rl_kernels as ops
 from tokenspeed_rl_kernels.bench import plain
+from tokenspeed_rl_kernels.decode_work import DecodeWork, Sharing, max_splits
 
 PAGE = 16
 Pair = tuple[Tensor, Tensor]
@@ -239,4 +241,26 @@ def linear_logprob(s: Setting) -> Iterator[Subject]:
             torchs=partial(plain.linear_logprob, hidden, weight, targets),
             tensors=(hidden, weight),
             flops=2 * rows * weight.numel(),
+        )
+
+
+@subject
+def step_metadata(s: Setting) -> Iterator[Subject]:
+    """Positions, slots and attention's work; torch makes the first two."""
+    for rows in s.rows:
+        table = s.order(rows * s.context // PAGE).view(rows, -1).int()
+        lens = torch.full((rows,), s.context, dtype=torch.int32, device=s.device)
+        places = torch.zeros(2, rows, dtype=torch.int64, device=s.device)
+        work = DecodeWork.empty(Sharing.none(rows, s.device), max_splits(table.shape[1], PAGE))
+        arguments = lens, table, work, *places
+
+        def ours(arguments: Any = arguments, places: Tensor = places) -> Tensor:
+            ops.step_metadata(*arguments, page_size=PAGE, advance=False)
+            return places
+
+        yield Subject(
+            name=f"{rows} rows, {s.context} context",
+            ours=ours,
+            torchs=partial(plain.step_metadata, lens, table, PAGE),
+            tensors=(lens, table[:, 0], places, work.items),
         )
