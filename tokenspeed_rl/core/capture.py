@@ -35,17 +35,19 @@ class CallAgain:
 
 
 class CudaCapture:
-    """CUDA graphs in one memory pool."""
+    """CUDA graphs in one memory pool, recorded on one stream: only so does one reuse another's memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.nbytes = 0
         self._device = device
+        self._stream: torch.cuda.Stream | None = None
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         """See `Capture`. Other threads, a data loader's for one, may use the device meanwhile."""
         with torch.cuda.device(self._device):
-            before, stream = torch.cuda.memory_reserved(), torch.cuda.Stream()
+            before = torch.cuda.memory_reserved()
+            stream = self._stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 work()  # kernels are compiled and workspaces made before anything is recorded
