@@ -110,6 +110,7 @@ def test_an_update_in_the_midst_of_a_turn(
             gate.step(2)
             gate.wait()
             update = pool.submit(push, engine, models["W1"], "W1")
+            gate.serve(update.done)  # else the turn may be over before its first command
         else:
             pause_at(engine, gate, pool, mode, steps=3)
             update = pool.submit(push, engine, models["W1"], "W1")
