@@ -166,7 +166,8 @@ class DecodeScratch(NamedTuple):
     ) -> "DecodeScratch":
         """Room for so many rows at most, whose contexts have at most so many splits."""
         shape = batch, heads, max_splits
-        tops, masses = torch.empty(2, *shape, dtype=torch.float32, device=device)
+        # Apart: half of one tensor is aligned or not, as its size says, and kernels are compiled for either.
+        tops, masses = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
         return cls(tops, masses, torch.empty(*shape, value_dim, dtype=torch.float32, device=device))
 
 
@@ -190,10 +191,8 @@ def work_for(
     else:
         sharing = Sharing.of(shared, shape.tile_tokens)
     work = DecodeWork.empty(sharing, max_splits(columns, shape.page_size))
-    unused = seq_lens.new_empty(2, batch, dtype=torch.int64)
-    step_metadata.launch(
-        seq_lens, page_table, work, unused[0], unused[1], page_size=shape.page_size, advance=False
-    )
+    unused = (seq_lens.new_empty(batch, dtype=torch.int64) for _ in range(2))
+    step_metadata.launch(seq_lens, page_table, work, *unused, page_size=shape.page_size, advance=False)
     return work
 
 
