@@ -79,7 +79,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from tokenspeed_rl_kernels.gpu import add_rms_norm as gpu
 
         return gpu.launch(x, None, weight, eps)[0]
-    return _norm(x, weight, eps)
+    return _norm(x, weight, eps).contiguous()
 
 
 @op(_add_rms_norm_fake)
@@ -88,7 +88,7 @@ def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tu
         from tokenspeed_rl_kernels.gpu import add_rms_norm as gpu
 
         return gpu.launch(x, residual, weight, eps)
-    total = x + residual
+    total = (x + residual).contiguous()
     return _norm(total, weight, eps), total
 
 

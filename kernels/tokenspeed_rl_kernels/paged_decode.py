@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tokenspeed_rl_kernels.attention_options import AttentionOptions, Shared
-from tokenspeed_rl_kernels.checks import check_options, check_paged, check_shared
+from tokenspeed_rl_kernels.checks import check_options, check_paged, check_shared, misfit, shapes
 from tokenspeed_rl_kernels.cpu.paged_decode import decode_with, plan_decode
 from tokenspeed_rl_kernels.registry import op, runs_triton
 
@@ -100,6 +100,8 @@ def _paged_decode(
     check_paged(q, k_cache, v_cache, page_table, seq_lens)
     options = AttentionOptions(scale=scale, window=window, softcap=softcap, sinks=sinks)
     check_options(options, q.shape[1])
+    if len(q) != len(seq_lens):
+        raise misfit("rows misfit", shapes(q=q, seq_lens=seq_lens), "pass one query per row")
     shared = None
     if prefix_pages is not None and prefix_lens is not None and group_of_row is not None:
         shared = prefix_pages, prefix_lens, group_of_row

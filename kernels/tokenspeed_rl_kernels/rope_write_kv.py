@@ -116,7 +116,7 @@ def rope_write_kv(
     cos, sin = cos_sin.index_select(0, positions).to(q.dtype).unsqueeze(1).chunk(2, 2)
     cos, sin = torch.cat((cos, cos), 2), torch.cat((-sin, sin), 2)
     _write(k_cache, v_cache, slots, _rotate(k, cos, sin), v)
-    return _rotate(q, cos, sin)
+    return _rotate(q, cos, sin).contiguous()
 
 
 def reference(

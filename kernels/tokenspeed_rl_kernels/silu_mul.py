@@ -45,7 +45,7 @@ def silu_mul(x: Tensor) -> Tensor:
 
         return gpu.launch(x)
     gate, value = x.chunk(2, 1)
-    return F.silu(gate).mul_(value)
+    return F.silu(gate).mul_(value).contiguous()
 
 
 def reference(x: Tensor) -> Tensor:

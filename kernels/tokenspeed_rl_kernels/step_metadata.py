@@ -136,8 +136,13 @@ def _check(
         raise misfit("too little room for work", len(work.items), f"make room for {need} items")
     if any(x.dtype != torch.int32 or not x.is_contiguous() for x in indices):
         raise misfit("indices misfit", [x.dtype for x in indices], "pass int32, contiguous")
-    if {positions.dtype, slots.dtype} != {torch.int64}:
-        raise misfit("results misfit", (positions.dtype, slots.dtype), "pass int64 positions and slots")
+    if work.items.shape[1:] != (3,) or work.num_items.shape != (1,):
+        got = shapes(items=work.items, num_items=work.num_items)
+        raise misfit("work misshapen", got, "pass items [n, 3] and num_items [1]")
+    results = positions, slots
+    if any(x.dtype != torch.int64 or not x.is_contiguous() for x in results):
+        found = [(x.dtype, x.stride()) for x in results]
+        raise misfit("results misfit", found, "pass int64 positions and slots, contiguous")
 
 
 def reference(

@@ -48,6 +48,13 @@ def test_weight_of_a_wider_dtype():
     assert y.dtype == torch.float32
 
 
+def test_results_are_contiguous():
+    """Whatever the strides of the arguments."""
+    x = torch.randn(8, 3).t()
+    results = *add_rms_norm(x, x, torch.ones(8), 1e-6), add_rms_norm(x, None, torch.ones(8), 1e-6)[0]
+    assert all(result.is_contiguous() for result in results)
+
+
 def test_rows_don_t_depend_on_each_other():
     """F12: a row's norm has the same bits alone and among others."""
     x, residual, weight = inputs(CASES[-1], torch.float32)

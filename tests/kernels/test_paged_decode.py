@@ -168,6 +168,8 @@ def test_no_rows():
         ({"k_cache": torch.zeros(5, 2, 4, 8).transpose(1, 2)}, "misshapen"),
         ({"v_cache": torch.zeros(5, 2, 8, 4).transpose(2, 3)}, "contiguous"),
         ({"seq_lens": torch.tensor([1])}, "page table misfits"),
+        ({"q": torch.zeros(3, 4, 8)}, "rows misfit"),
+        ({"q": torch.zeros(1, 4, 8)}, "rows misfit"),
         ({"seq_lens": torch.tensor([1, 13])}, "row 1 out of range: got 13"),
         ({"seq_lens": torch.tensor([-1, 3])}, "row 0 out of range: got -1"),
         ({"seq_lens": torch.tensor([1.0, 3.0])}, "wrong dtype"),

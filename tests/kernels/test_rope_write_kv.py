@@ -70,6 +70,13 @@ def test_reference_agrees(case):
     assert torch.equal(ours[5], slow[5]) and torch.equal(ours[6], slow[6])
 
 
+def test_the_result_is_contiguous():
+    """Whatever the strides of the queries."""
+    q, *others, _ = inputs(CASES[2])
+    q = q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert rope_write_kv(q, *others).is_contiguous()
+
+
 def test_positions_past_the_table_are_refused():
     """A position without an angle raises; nothing reads past the table."""
     q, k, v, positions, cos_sin, k_cache, v_cache, slots, _ = inputs(CASES[2])

@@ -25,6 +25,11 @@ def test_extreme_gates():
     assert silu_mul(torch.tensor([[-1e4, 1e4, 1.0, 1.0]])).tolist() == [[0.0, 1e4]]
 
 
+def test_results_are_contiguous():
+    """Whatever the strides of x: what torch.compile is told about the result is so."""
+    assert silu_mul(torch.randn(8, 3).t()).is_contiguous()
+
+
 def test_misfit_is_refused():
     """An odd width is no pair of gate and value."""
     with pytest.raises(ValueError, match="x misshapen"):

@@ -45,6 +45,10 @@ def test_a_step():
         ({"page_table": torch.zeros(2, 640, dtype=torch.int32)}, "make room for 80 items"),
         ({"seq_lens": torch.zeros(2, dtype=torch.int64)}, "pass int32"),
         ({"slots": torch.zeros(2, dtype=torch.int32)}, "pass int64"),
+        ({"slots": torch.zeros(4, dtype=torch.int64)[::2]}, "contiguous"),
+        ({"positions": torch.zeros(1, dtype=torch.int64).expand(2)}, "contiguous"),
+        ({"work": DecodeWork(Sharing.none(2, "cpu"), int32(0, 0), int32(0))}, "work misshapen"),
+        ({"work": DecodeWork.empty(Sharing.none(2, "cpu"), 1)._replace(num_items=int32())}, "num_items"),
     ],
 )
 def test_misfits_are_refused(change, word):
