@@ -27,7 +27,7 @@ INVARIANT_ROWS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A shape to test and to time."""
+    """A shape to test."""
 
     name: str
     rows: int

@@ -22,7 +22,7 @@ from tokenspeed_rl_kernels.registry import op, runs_triton
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A shape to test and to time."""
+    """A shape to test."""
 
     name: str
     lens: tuple[int, ...]

@@ -17,7 +17,7 @@ from tokenspeed_rl_kernels.registry import op, runs_triton
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A shape to test and to time."""
+    """A shape to test."""
 
     name: str
     tokens: int

@@ -29,7 +29,7 @@ SCRATCH = 1 << 19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A shape to test and to time."""
+    """A shape to test."""
 
     name: str
     rows: int
@@ -92,7 +92,8 @@ def sample(
         Tokens and logprobs; -1 and NaN where a row has a NaN, an infinite or no finite logit.
 
     Raises:
-        ValueError: shapes misfit, or a GPU is given a vocabulary of more than 2^20 tokens.
+        ValueError: shapes misfit, logits aren't float32, or a GPU is given a vocabulary of more than 2^20
+            tokens.
     """
     return SampleOutput(*sample_columns(logits, temperature, top_k, top_p, min_p, seeds, positions))
 
@@ -127,6 +128,8 @@ def sample_columns(
     columns |= {"seeds": seeds, "positions": positions}
     if logits.ndim != 2 or any(column.shape != rows for column in columns.values()):
         raise misfit("shapes misfit", shapes(logits=logits, **columns), "pass logits [B, V] and the rest [B]")
+    if logits.dtype != torch.float32:
+        raise misfit("logits have the wrong dtype", logits.dtype, "pass float32")
     if runs_triton(logits):
         from tokenspeed_rl_kernels.gpu import sample as gpu
 

@@ -123,6 +123,7 @@ def test_a_broken_prefix_stays_in_its_group(paged):
 
 def test_offsets_beyond_2_to_the_31(dense_attention):
     """Page ids are widened before they are multiplied: a cache of more than 2^31 elements works."""
+    torch.manual_seed(0)
     heads, size, dim = 8, 256, 256
     pages = 2**31 // (heads * size * dim) + 2
     k_cache, v_cache = (torch.empty(pages, heads, size, dim, dtype=torch.float16) for _ in range(2))

@@ -201,8 +201,10 @@ def test_draws_are_pinned():
 
 
 def test_misfits_are_refused():
-    """A column of another length raises ValueError with the shapes it got."""
+    """A column of another length raises ValueError with the shapes it got; logits must be float32."""
     settings = [*columns(3), torch.arange(3), torch.arange(3)]
     for place in range(6):
         with pytest.raises(ValueError, match="shapes misfit: got logits"):
             sample(torch.zeros(3, 5), *settings[:place], settings[place][1:], *settings[place + 1 :])
+    with pytest.raises(ValueError, match=r"wrong dtype: got torch.bfloat16; pass float32"):
+        sample(torch.zeros(3, 5, dtype=torch.bfloat16), *settings)

@@ -13,7 +13,16 @@ import triton.language as tl
 from tests.kernels.interpreter.memory import guarded, poison, poisoned, sparse, survive
 from tests.kernels.test_add_rms_norm import inputs as norm_inputs
 from tests.kernels.test_rope_write_kv import inputs as rope_inputs
-from tokenspeed_rl_kernels import add_rms_norm, rope_write_kv, silu_mul
+from tokenspeed_rl_kernels import (
+    add_rms_norm,
+    linear,
+    linear_logprob,
+    paged_decode,
+    paged_prefill,
+    rope_write_kv,
+    sample,
+    silu_mul,
+)
 from tokenspeed_rl_kernels.add_rms_norm import CASES as NORM_CASES
 from tokenspeed_rl_kernels.rope_write_kv import CASES as ROPE_CASES
 
@@ -42,6 +51,47 @@ def call_rope_write_kv(place, case=ROPE_CASES[4]):
 
 def call_normed_rope(place):
     return call_rope_write_kv(place, replace(ROPE_CASES[3], tokens=5))
+
+
+def call_linear(place, rows=3):
+    x, weight, bias = place(torch.randn(rows, 97)), place(torch.randn(61, 97)), place(torch.randn(61))
+    return lambda: linear(x, weight, bias)
+
+
+def call_linear_of_one_row(place):
+    return call_linear(place, 1)
+
+
+def call_linear_logprob(place):
+    tensors = (torch.randn(3, 37), torch.randn(211, 37), torch.randint(211, (3,)), torch.randn(211))
+    hidden, weight, targets, bias = map(place, tensors)
+    return lambda: linear_logprob(hidden, weight, targets, bias=bias)
+
+
+def call_sample(place):
+    columns = (torch.tensor([0.0, 1.0, 0.7]), torch.tensor([0, 0, 5]), torch.tensor([1.0, 0.9, 1.0]))
+    more = torch.tensor([0.0, 0.0, 0.1]), torch.arange(3), torch.arange(3)
+    tensors = [place(x) for x in (torch.randn(3, 301), *columns, *more)]
+    return lambda: tuple(sample(*tensors))
+
+
+def paged_inputs(place, queries):
+    """Contexts that end within a page and with one, behind which nothing is mapped; caches without gaps."""
+    q = place(torch.randn(queries, 4, 24))
+    k_cache, v_cache = (guarded(torch.randn(5, 2, 4, 24)) for _ in range(2))
+    table = place(torch.tensor([[1, 0, 3], [2, 4, 4]], dtype=torch.int32))
+    return q, k_cache, v_cache, table
+
+
+def call_paged_decode(place):
+    tensors, lens = paged_inputs(place, 2), place(torch.tensor([12, 7], dtype=torch.int32))
+    return lambda: paged_decode(*tensors, lens)
+
+
+def call_paged_prefill(place):
+    tensors, lens = paged_inputs(place, 8), place(torch.tensor([12, 7], dtype=torch.int32))
+    starts = place(torch.tensor([0, 5, 8], dtype=torch.int32))
+    return lambda: paged_prefill(*tensors, starts, lens)
 
 
 CALLS = {
