@@ -78,6 +78,12 @@ class Shape:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
+    def read_together(self) -> int:
+        """Samples that read their prompt at once in bfloat16: what the tile of attention has room for."""
+        heads = 1 << (self.heads // self.kv_heads - 1).bit_length()
+        return max(1, (32 if self.head_dim <= 64 else 16) // heads)
+
+    @property
     def layer_weights(self) -> int:
         """Numbers in a layer's weights."""
         attention = self.hidden * (self.qkv + self.heads * self.head_dim) + self.qkv * self.qkv_bias
@@ -231,13 +237,14 @@ def rows(models: Sequence[str], batches: Sequence[int], **load: Any) -> list[tup
 
 
 def shared_rows(models: Sequence[str], batch: int = 256, group: int = 8) -> list[tuple[str, ...]]:
-    """What it saves that samples of a prompt read it together: `group` samples of each."""
+    """What it saves that samples of a prompt read it together, as many as can: `group` samples of each."""
     lines = []
     for model in models:
         for prompt, response in ((1024, 4096), (4096, 1024)):
             context = prompt + response
             apart = predict(SHAPES[model], batch, context_tokens(batch, context))
-            together = predict(SHAPES[model], batch, context_tokens(batch, context, prompt, group))
+            readers = min(group, SHAPES[model].read_together)
+            together = predict(SHAPES[model], batch, context_tokens(batch, context, prompt, readers))
             lines.append(
                 (
                     model,

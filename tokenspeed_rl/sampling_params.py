@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenspeed_rl.errors import RequestError, nearest
 
 _MAX_SEED = 2**64 - 1
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -107,7 +108,7 @@ class SamplingParams:
             n=check_integer("n", self.n, low=1),
             max_new_tokens=max_new,
             min_new_tokens=check_integer("min_new_tokens", self.min_new_tokens, low=0),
-            temperature=check_number("temperature", self.temperature, low=0.0),
+            temperature=check_number("temperature", self.temperature, low=0.0, high=_FLOAT32_MAX),
             top_p=check_number("top_p", self.top_p, above=0.0, high=1.0),
             top_k=check_integer("top_k", self.top_k, low=-1),
             min_p=check_number("min_p", self.min_p, low=0.0, high=1.0),

@@ -1,5 +1,7 @@
 """The one way in which a kernel refuses its arguments."""
 
+from math import inf
+
 import torch
 from torch import Tensor
 
@@ -82,7 +84,7 @@ def check_options(options: AttentionOptions, heads: int) -> None:
     window, softcap, sinks = options.window, options.softcap, options.sinks
     if window is not None and window < 1:
         raise misfit("window must be positive", window, "pass None for no window")
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not 0 < softcap < inf:
         raise misfit("softcap must be positive", softcap, "pass None for no softcap")
     if sinks is not None and sinks.shape != (heads,):
         raise misfit("sinks misshapen", list(sinks.shape), f"pass one logit per query head, [{heads}]")

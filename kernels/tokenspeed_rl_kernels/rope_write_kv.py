@@ -102,6 +102,10 @@ def rope_write_kv(
     if positions.shape != slots.shape or positions.shape != (len(q),):
         got = shapes(positions=positions, slots=slots, q=q)
         raise misfit("shapes misfit", got, "pass positions [T] and slots [T]")
+    if any(index.dtype not in (torch.int32, torch.int64) for index in (positions, slots)):
+        raise misfit("indices misfit", (positions.dtype, slots.dtype), "pass int64 positions and slots")
+    if len(q) and not len(cos_sin):
+        raise misfit("no angles", shapes(cos_sin=cos_sin), "pass cos_sin [L, D] with a row for each position")
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None and (norm.shape != q.shape[2:] or norm.dtype != q.dtype):
             raise misfit(f"{name} misfits", (shapes(norm=norm, q=q), norm.dtype), "pass [D] of q's dtype")

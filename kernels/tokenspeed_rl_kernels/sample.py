@@ -128,8 +128,12 @@ def sample_columns(
     columns |= {"seeds": seeds, "positions": positions}
     if logits.ndim != 2 or any(column.shape != rows for column in columns.values()):
         raise misfit("shapes misfit", shapes(logits=logits, **columns), "pass logits [B, V] and the rest [B]")
-    if logits.dtype != torch.float32:
-        raise misfit("logits have the wrong dtype", logits.dtype, "pass float32")
+    if any(x.dtype != torch.float32 for x in (logits, temperature, top_p, min_p)):
+        dtypes = logits.dtype, temperature.dtype, top_p.dtype, min_p.dtype
+        raise misfit("dtypes misfit", dtypes, "pass float32 logits, temperature, top_p and min_p")
+    if top_k.dtype not in (torch.int32, torch.int64) or {seeds.dtype, positions.dtype} != {torch.int64}:
+        integers = top_k.dtype, seeds.dtype, positions.dtype
+        raise misfit("dtypes misfit", integers, "pass int32 or int64 top_k, int64 seeds and positions")
     if runs_triton(logits):
         from tokenspeed_rl_kernels.gpu import sample as gpu
 

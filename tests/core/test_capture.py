@@ -27,8 +27,10 @@ class ImaginedCuda:
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         self.told.append("side stream")
-        yield
-        self.told.append("own stream")
+        try:
+            yield
+        finally:
+            self.told.append("own stream")
 
     @contextmanager
     def graph(self, graph: Any, *, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
@@ -41,6 +43,9 @@ class ImaginedCuda:
 
     def memory_reserved(self) -> int:
         return self.reserved
+
+    def synchronize(self) -> None:
+        self.told.append("synchronise")
 
     def empty_cache(self) -> None:
         self.reserved = 1000
@@ -87,8 +92,9 @@ def test_captured_once_and_replayed(cuda: ImaginedCuda) -> None:
     the device meanwhile."""
     capture = CudaCapture(torch.device("cpu"))
     replay = capture(lambda: cuda.told.append("work"))
-    warm_up = ["wait", "side stream", "work", "own stream", "wait"]
-    assert cuda.told == [*warm_up, "capture into a new pool, thread_local", "work", "captured"]
+    warm_up = ["wait", "side stream", "work", "synchronise", "empty cache"]
+    captured = ["capture into a new pool, thread_local", "work", "captured"]
+    assert cuda.told == [*warm_up, *captured, "own stream", "wait"]
     cuda.told.clear()
     replay()
     assert cuda.told == ["replay"]
@@ -109,11 +115,12 @@ def test_everything_is_given_back(cuda: ImaginedCuda) -> None:
 
 
 def test_a_failed_capture_is_not_kept(cuda: ImaginedCuda) -> None:
-    """What couldn't be captured raises, and is neither counted nor reset."""
+    """What couldn't be captured raises, on the stream of before; it is neither counted nor reset."""
     capture = CudaCapture(torch.device("cpu"))
     cuda.fails = True
     with pytest.raises(RuntimeError, match="can't be captured"):
         capture(lambda: None)
+    assert cuda.told[-1] == "own stream"
     cuda.told.clear()
     capture.close()
     assert "reset" not in cuda.told and capture.nbytes == 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.test_rope_write_kv import CASES, inputs
-from tokenspeed_rl_kernels import add_rms_norm, rope_write_kv, silu_mul  # noqa: F401  (they register)
+from tokenspeed_rl_kernels import linear
 
 
 def rope_arguments(case):
@@ -28,3 +28,13 @@ def test_ops_keep_their_promises(name):
     args, kwargs = CALLS[name]
     op = getattr(torch.ops.tokenspeed_rl, name.split()[0]).default
     torch.library.opcheck(op, args, kwargs, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_autocast_changes_nothing():
+    """A trainer's autocast neither rounds a product nor changes the dtype of a result."""
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    expected = linear(x, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = linear(x, weight)
+        assert torch.mm(x, x.t()).dtype == torch.bfloat16, "autocast is on again"
+    assert found.dtype == torch.float32 and torch.equal(found, expected)

@@ -93,6 +93,15 @@ class KVCache:
         self.k, self.v = tuple(self._data[0]), tuple(self._data[1])
         self.num_pages = num_pages
 
+    def reach(self) -> LooseKV:
+        """Keys and values of all `max_pages`, whatever is mapped: for those who keep addresses from one
+        mapping to the next. Pages that aren't mapped must not be touched."""
+        stripe = self.max_pages * self.layout.stripe_bytes
+        pages = self.region.bytes[:, :stripe].view(self.layout.dtype)
+        layers = pages.unflatten(1, (self.max_pages, *self.layout.page_shape))
+        keys, values = layers.unflatten(0, (2, self.layout.num_layers))
+        return LooseKV(tuple(keys), tuple(values))
+
     def unmap(self) -> None:
         """Give the memory back; what the pages held is gone."""
         self.region.unmap()

@@ -9,7 +9,7 @@ from tokenspeed_rl.layers.triton_attention import TritonAttention
 from tokenspeed_rl_kernels.registry import INTERPRETED
 
 
-def attention_backend(name: str, device: torch.device, heads: int) -> AttentionBackend:
+def attention_backend(name: str, device: torch.device, dtype: torch.dtype, heads: int) -> AttentionBackend:
     """The backend of this name, see `EngineConfig`, for a model of so many query heads.
 
     Raises:
@@ -24,5 +24,11 @@ def attention_backend(name: str, device: torch.device, heads: int) -> AttentionB
             f"attention_backend triton needs CUDA, and the device is {device.type}",
             got=name,
             fix="Leave it at auto; to have kernels interpreted, start Python with TRITON_INTERPRET=1.",
+        )
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"Triton kernels compute in float32, bfloat16 or float16, and the weights are {dtype}",
+            got=name,
+            fix="Cast the model, or pass dtype='float32'.",
         )
     return TritonAttention(heads)

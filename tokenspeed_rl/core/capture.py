@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Of all engines: CUDA knows one capture in a process."""
 
 
 class Capture(Protocol):
@@ -22,12 +26,13 @@ class Capture(Protocol):
 
 
 class CallAgain:
-    """No capture: the work is called anew. Where kernels are interpreted."""
+    """No capture: the work is called anew, after one rehearsal. Where kernels are interpreted."""
 
     nbytes = 0
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         """See `Capture`."""
+        work()
         return work
 
     def close(self) -> None:
@@ -44,18 +49,20 @@ class CudaCapture:
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """See `Capture`. Other threads, a data loader's for one, may use the device meanwhile."""
-        with torch.cuda.device(self._device):
-            before = torch.cuda.memory_reserved()
+        """See `Capture`. Other threads may launch and allocate meanwhile; one that synchronises the whole
+        device has an error of CUDA's, and so has the capture."""
+        with _ONE_AT_A_TIME, torch.cuda.device(self._device):
             stream = self._stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream):  # is left, too, where a capture fails
                 work()  # kernels are compiled and workspaces made before anything is recorded
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()  # as a capture begins: else what it frees of others' would count
+                before, graph = torch.cuda.memory_reserved(), torch.cuda.CUDAGraph()
+                pool = self._graphs[0].pool() if self._graphs else None
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    work()
             torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            pool = self._graphs[0].pool() if self._graphs else None
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                work()
             self._graphs.append(graph)
             self.nbytes += max(0, torch.cuda.memory_reserved() - before)
         return graph.replay

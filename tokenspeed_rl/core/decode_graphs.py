@@ -20,6 +20,8 @@ from tokenspeed_rl.models import Decoder
 from tokenspeed_rl_kernels.decode_work import Sharing
 from tokenspeed_rl_kernels.step_decode import StepDecode, rows_per_read
 
+MOST_FAILURES = 3
+"""Captures in a row that may fail before no more is tried."""
 LEAST_CONTEXT = 1024
 """Tokens that a row has room for at least."""
 
@@ -70,7 +72,7 @@ class DecodeGraphs:
         self._steps: dict[int, tuple[DecodeStep, Callable[[], None]]] = {}
         self._rows: DecodeRows | None = None
         self._decode: StepDecode | None = None
-        self._failed = False
+        self._failures = 0
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +82,12 @@ class DecodeGraphs:
 
     def takes(self, plan: StepPlan) -> bool:
         """Whether the plan's step is one that can be replayed."""
-        if self._failed or plan.chunks or not plan.decodes or len(plan.decodes) > self._max_rows:
+        if (
+            self._failures >= MOST_FAILURES
+            or plan.chunks
+            or not plan.decodes
+            or len(plan.decodes) > self._max_rows
+        ):
             return False
         return all(map(_is_plain, plan.decodes))
 
@@ -120,18 +127,20 @@ class DecodeGraphs:
         if bucket not in self._steps:
             try:
                 self._steps[bucket] = self._captured(bucket, self._bound.context)
-            except (RuntimeError, torch.OutOfMemoryError) as error:
-                self._failed = True
+            except RuntimeError as error:  # no memory, or somebody synchronised the device
+                self._failures += 1
                 self.release()
-                self._log.warning("decode steps are not captured, and run as others do: %s", error)
+                self._log.warning("a decode step was not captured, and runs as others do", exc_info=error)
                 return None
+            self._failures = 0
         return self._steps[bucket]
 
     def _captured(self, bucket: int, context: int) -> tuple[DecodeStep, Callable[[], None]]:
         if self._rows is None or self._decode is None:
             self._rows, self._decode = self._room_for(context)
         self._rows.clear()  # what is run to capture it changes no one's
-        step = DecodeStep(self._decoder, self._kv, self._rows, self._decode, rows=bucket, context=context)
+        kv = self._kv.reach()  # a wake may map more pages than there are now
+        step = DecodeStep(self._decoder, kv, self._rows, self._decode, rows=bucket, context=context)
         return step, self._capture(step)
 
     def _room_for(self, context: int) -> tuple[DecodeRows, StepDecode]:

@@ -32,10 +32,13 @@ class Mirror:
 
     def expect(self, values: npt.NDArray[np.generic]) -> None:
         """Bring these first rows to the device where the host's copy says that it has others."""
-        known = self.host[: len(values)]
-        if not np.array_equal(known, values):
-            known[:] = values
-            self.upload(len(values))
+        if not np.array_equal(self.host[: len(values)], values):
+            self.put(values)
+
+    def put(self, values: npt.NDArray[np.generic]) -> None:
+        """Bring these first rows to the device."""
+        self.host[: len(values)] = values
+        self.upload(len(values))
 
     @property
     def nbytes(self) -> int:
@@ -110,13 +113,13 @@ class DecodeRows:
             self._bring_groups(bucket)
         if new:
             self._bring_parameters(new, bucket)
-        self._bring_progress(bucket)
+        self._bring_progress(bucket, new=bool(new))
         return [self._rows[request] for request in requests]
 
     def clear(self) -> None:
         """No request has a row."""
         self._placed, self._rows = [None] * len(self._placed), {}
-        self._bring_progress(len(self._placed))
+        self._bring_progress(len(self._placed), new=False)
 
     def advanced(self, rows: Iterable[int], drawn: Sequence[int]) -> None:
         """A step was computed: what the device holds now in `rows`, whose draws were these."""
@@ -180,14 +183,16 @@ class DecodeRows:
         for column in (self.temperature, self.top_k, self.top_p, self.min_p, self.seeds):
             column.upload(bucket)
 
-    def _bring_progress(self, bucket: int) -> None:
+    def _bring_progress(self, bucket: int, *, new: bool) -> None:
+        """Lengths and tokens. What a step left in an inactive row, as the one run to capture it does in all,
+        the host doesn't know: a `new` request's token is always brought."""
         lens = np.full(bucket, INACTIVE, dtype=np.int32)
         tokens = np.zeros(bucket, dtype=np.int64)
         tokens[:] = self.tokens.host[:bucket]
         for request, row in self._rows.items():
             lens[row], tokens[row] = request.computed, request.tokens[-1]
         self.lens.expect(lens)
-        self.tokens.expect(tokens)
+        (self.tokens.put if new else self.tokens.expect)(tokens)
 
 
 def bucket_for(rows: int, most: int) -> int:

@@ -2,7 +2,7 @@
 
 import torch
 
-from tokenspeed_rl.cache.kv_cache import KVCache
+from tokenspeed_rl.cache.kv_cache import LooseKV
 from tokenspeed_rl.core.decode_rows import DecodeRows
 from tokenspeed_rl.layers.forward_batch import ForwardBatch
 from tokenspeed_rl.models import Decoder
@@ -22,7 +22,7 @@ class DecodeStep:
     def __init__(
         self,
         decoder: Decoder,
-        kv: KVCache,
+        kv: LooseKV,
         inputs: DecodeRows,
         decode: StepDecode,
         *,
@@ -51,7 +51,7 @@ class DecodeStep:
             self._decode.work,
             batch.positions,
             batch.slots,
-            page_size=self._kv.page_size,
+            page_size=self._kv.k[0].shape[2],
             advance=True,
         )
         logits = self._decoder.logits(self._decoder.forward(batch, self._kv))

@@ -213,10 +213,11 @@ def _build(
             got=config.max_model_len,
             fix="Lower it, or leave it out.",
         )
-    backend = attention_backend(config.attention_backend, torch.device(device), spec.num_heads)
+    dtype = dtype or resolve_dtype(config.dtype, hf_config)
+    backend = attention_backend(config.attention_backend, torch.device(device), dtype, spec.num_heads)
     store = WeightStore(
         slots(spec),
-        dtype=dtype or resolve_dtype(config.dtype, hf_config),
+        dtype=dtype,
         device=device,
         version=config.weight_version,
         reserve=partial(memory.reserve, "weights"),

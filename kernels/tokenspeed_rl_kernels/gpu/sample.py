@@ -216,7 +216,7 @@ def launch(
 ARGUMENTS = {
     "logits": "*fp32",
     "temperature": "*fp32",
-    "top_k": "*i64",
+    "top_k": "*i32",
     "top_p": "*fp32",
     "min_p": "*fp32",
     "seeds": "*i64",

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from tokenspeed_rl import Engine
+from tokenspeed_rl.core import engine_core, residents
 from tokenspeed_rl.core.capture import CallAgain
 from tokenspeed_rl.core.decode_graphs import DecodeGraphs
+from tokenspeed_rl.core.kv_sizing import KVSize
 
 Make = Callable[..., Engine]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "moe", "mixtral")
@@ -102,6 +104,8 @@ def test_samples_that_share_a_long_prompt(
     results = engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
     check(tiny, model, [prompt] * 5, results, 1.0)
     assert max(replays) == 5
+    graphs = engine.client._core.loop.runner._graphs
+    assert graphs._rows.leads.device.max() == 5 and graphs._rows.prefix_lens.device.max() == 288
 
 
 def test_retraction(tiny: Any, triton_engine: Make, replays: list[int]) -> None:
@@ -147,6 +151,50 @@ def test_sleep_and_updates_between_replays(tiny: Any, triton_engine: Make, repla
     engine.share_weights(model)
     generate()
     assert engine.memory_report()["cuda_graph"]["mapped"] == held
+
+
+def test_steps_captured_while_requests_decode(tiny: Any, triton_engine: Make) -> None:
+    """A11: a step is run once to be captured, also while requests decode: it feeds none a token."""
+    model = tiny.model(num_hidden_layers=1, vocab_size=96)
+    engine = triton_engine(model)
+    prompts = [tiny.prompt(length, seed=length, vocab=96) for length in (5, 9, 7)]
+    params = [{"temperature": 0, "max_new_tokens": number} for number in (8, 8, 3)]
+    results = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
+    check(tiny, model, prompts, results, 0.0)
+
+
+def test_more_rows_than_a_step_has(
+    tiny: Any, triton_engine: Make, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C4: steps of more rows than one program plans for are not captured, and compute what they should."""
+    monkeypatch.setattr(engine_core, "MOST_ROWS", 2)
+    model = tiny.model(num_hidden_layers=1, vocab_size=64)
+    engine = triton_engine(model)
+    prompts = [tiny.prompt(length, vocab=64) for length in (4, 9, 6)]
+    params = [{"temperature": 0, "max_new_tokens": number} for number in (6, 6, 3)]
+    results = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
+    check(tiny, model, prompts, results, 0.0)
+    assert replays and max(replays) == 2
+
+
+def test_another_number_of_pages(
+    tiny: Any, triton_engine: Make, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A11: after a wake that maps more pages than a step was captured with, it writes to the new ones too."""
+    sizes = iter((KVSize(3, 48), KVSize(40, 640)))
+    monkeypatch.setattr(residents, "kv_size", lambda *_, **__: next(sizes))
+    model = tiny.model(num_hidden_layers=1, vocab_size=64)
+    engine = triton_engine(model)
+    prompts = [tiny.prompt(length, vocab=64) for length in (4, 9)]
+    results = engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 4}, return_logprob=True)
+    check(tiny, model, prompts, results, 1.0)
+    captured = dict(engine.client._core.loop.runner._graphs._steps)
+    engine.release_memory_occupation("kv_cache")
+    engine.resume_memory_occupation("kv_cache")
+    prompts = [tiny.prompt(20, seed=seed, vocab=64) for seed in range(2)]
+    results = engine.generate(input_ids=prompts, sampling_params={"max_new_tokens": 6}, return_logprob=True)
+    check(tiny, model, prompts, results, 1.0)
+    assert engine.client._core.loop.runner._graphs._steps == captured, "captured anew, for nothing"
 
 
 def test_own_weights_updated_in_place(tiny: Any, triton_engine: Make, tmp_path: Any) -> None:
@@ -197,7 +245,7 @@ def test_not_finite_logits_end_their_request_alone(
 def test_what_cant_be_captured_is_launched(
     tiny: Any, triton_engine: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that refuses a capture costs speed, not a token, and a line of the log says so, once."""
+    """A device that refuses captures costs speed, not a token; the log says so, until no more is tried."""
 
     def refuse(self: CallAgain, work: Callable[[], None]) -> Any:
         work()  # it was run before it failed
@@ -206,10 +254,11 @@ def test_what_cant_be_captured_is_launched(
     monkeypatch.setattr(CallAgain, "__call__", refuse)
     model = tiny.model(num_hidden_layers=1, vocab_size=64)
     engine = triton_engine(model)
-    prompts, params = [tiny.prompt(length, vocab=64) for length in (4, 9)], {"max_new_tokens": 4}
+    prompts, params = [tiny.prompt(length, vocab=64) for length in (4, 9)], {"max_new_tokens": 6}
     results = engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
     check(tiny, model, prompts, results, 1.0)
-    assert sum("not permitted" in record.getMessage() for record in caplog.records) == 1
+    lines = [record for record in caplog.records if record.exc_info and "captured" in record.getMessage()]
+    assert len(lines) == 3 and all("not permitted" in str(line.exc_info[1]) for line in lines)
     assert engine.memory_report()["cuda_graph"]["mapped"] == 0
 
 
