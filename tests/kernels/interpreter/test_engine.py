@@ -100,7 +100,7 @@ def test_samples_that_share_a_long_prompt(
     model = tiny.model("qwen2", num_hidden_layers=1, max_position_embeddings=512)
     engine = triton_engine(model, max_model_len=512, enable_prefix_caching=caching, chunked_prefill_size=100)
     prompt = tiny.prompt(300, seed=1)
-    params = {"n": 5, "max_new_tokens": 3}
+    params = {"n": 5, "max_new_tokens": 2}
     results = engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
     check(tiny, model, [prompt] * 5, results, 1.0)
     assert max(replays) == 5
@@ -233,11 +233,11 @@ def test_not_finite_logits_end_their_request_alone(
     with torch.no_grad():
         model.model.embed_tokens.weight[99] = torch.nan
     engine = triton_engine(model)
-    params = {"max_new_tokens": 8, "temperature": 0}
-    broken, fine = engine.generate(input_ids=[[95], [10]], sampling_params=params)
-    assert broken["output_ids"] == [96, 97, 98, 99]
+    params = {"max_new_tokens": 4, "temperature": 0}
+    broken, fine = engine.generate(input_ids=[[97], [10]], sampling_params=params)
+    assert broken["output_ids"] == [98, 99]
     assert broken["meta_info"]["finish_reason"]["type"] == "abort"
-    assert fine["output_ids"] == list(range(11, 19))
+    assert fine["output_ids"] == list(range(11, 15))
     again = engine.generate(input_ids=[[20], [30]], sampling_params=params)
     assert [result["output_ids"][0] for result in again] == [21, 31] and replays
 
@@ -268,9 +268,9 @@ def test_scratch_is_made_for_what_is_asked(tiny: Any, triton_engine: Make, repla
     model = tiny.successor(num_hidden_layers=1, max_position_embeddings=8192)
     engine = triton_engine(model, max_model_len=8192, max_total_tokens=16384)
     held = []
-    for tokens in (8, 1500, 8, 8000):
+    for tokens in (8, 1500, 8):
         params = {"max_new_tokens": tokens, "temperature": 0, "stop_token_ids": [14]}
         results = engine.generate(input_ids=[[10], [11]], sampling_params=params)
         assert [result["output_ids"] for result in results] == [[11, 12, 13, 14], [12, 13, 14]]
         held.append(engine.memory_report()["cuda_graph"]["mapped"])
-    assert replays and held[0] < held[1] == held[2] < held[3]
+    assert replays and held[0] < held[1] == held[2]

@@ -142,3 +142,12 @@ def test_misfits_are_refused(change, word):
     }
     with pytest.raises(ValueError, match=word):
         paged_prefill(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_softcap_far_out(sign):
+    """Scores of 1e8 and more saturate the softcap instead of overflowing."""
+    q, cache = torch.full((2, 1, 64), sign * 1e4), torch.full((1, 1, 4, 64), 1e4)
+    table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([4], dtype=torch.int32)
+    found = paged_prefill(q, cache, cache, table, starts_of([2]), lens, softcap=30.0)
+    assert torch.equal(found, cache[0, :, :1].expand(2, 1, 64))
