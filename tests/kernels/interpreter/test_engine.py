@@ -59,7 +59,7 @@ def test_every_family(tiny: Any, triton_engine: Make, replays: list[int], family
     """F12: greedy ids and sampled logprobs are those of a full recompute, whether decode steps are replayed
     or launched one by one; a model with experts is never captured."""
     experts = family in ("moe", "mixtral")
-    model = tiny.model(family, vocab_size=96, num_hidden_layers=1 if experts else 2)
+    model = tiny.model(family, vocab_size=96, num_hidden_layers=2 if family in ("llama", "qwen2") else 1)
     engine = triton_engine(model, enable_cuda_graph=graphs)
     prompts = [tiny.prompt(length, seed=length, vocab=96) for length in (2, 17)]
     for heat, n in ((0.0, 1), (1.0, 2)):
