@@ -85,21 +85,15 @@ class KVCache:
         Raises:
             OutOfMemoryError: nothing is mapped then.
         """
-        stripe = num_pages * self.layout.stripe_bytes
-        self.region.map(stripe)
-        pages = self.region.bytes[:, :stripe].view(self.layout.dtype)
-        layers = pages.unflatten(1, (num_pages, *self.layout.page_shape))
-        self._data = layers.unflatten(0, (2, self.layout.num_layers))
+        self.region.map(num_pages * self.layout.stripe_bytes)
+        self._data = self._pages(num_pages)
         self.k, self.v = tuple(self._data[0]), tuple(self._data[1])
         self.num_pages = num_pages
 
     def reach(self) -> LooseKV:
         """Keys and values of all `max_pages`, whatever is mapped: for those who keep addresses from one
         mapping to the next. Pages that aren't mapped must not be touched."""
-        stripe = self.max_pages * self.layout.stripe_bytes
-        pages = self.region.bytes[:, :stripe].view(self.layout.dtype)
-        layers = pages.unflatten(1, (self.max_pages, *self.layout.page_shape))
-        keys, values = layers.unflatten(0, (2, self.layout.num_layers))
+        keys, values = self._pages(self.max_pages)
         return LooseKV(tuple(keys), tuple(values))
 
     def unmap(self) -> None:
@@ -117,6 +111,13 @@ class KVCache:
         for source, destination in copies:
             assert self._data is not None, "a page number outlived its memory"
             self._data[:, :, destination].copy_(self._data[:, :, source])
+
+    def _pages(self, count: int) -> Tensor:
+        """The first pages of every stripe: [2, num_layers, count, ...] of a page."""
+        stripes = self.region.bytes[:, : count * self.layout.stripe_bytes].view(self.layout.dtype)
+        pages = stripes.unflatten(1, (count, *self.layout.page_shape))
+        layers: Tensor = pages.unflatten(0, (2, self.layout.num_layers))
+        return layers
 
     def _drop_views(self) -> None:
         self.k, self.v, self.num_pages, self._data = (), (), 0, None
